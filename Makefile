@@ -1,0 +1,31 @@
+# make demo | make test | make lint; each installs into .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# mypy reads the packages under their import names: a tree of links, as the wheel lays them out.
+TYPED := $(VENV)/typed
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/video_attention.py
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(TYPED) && mkdir -p $(TYPED)/sparse_atten
+	ln -s $(CURDIR)/interface/* $(TYPED)/sparse_atten/
+	ln -s $(CURDIR)/cute_kernels $(CURDIR)/csr $(CURDIR)/scheduler $(CURDIR)/topk $(TYPED)/sparse_atten/
+	MYPYPATH=$(TYPED) $(BIN)/mypy -p sparse_atten
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,demo]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info demo_output

@@ -1,0 +1,1 @@
+"""msa front end."""

@@ -1,0 +1,1 @@
+"""vsa front end."""
