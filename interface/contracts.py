@@ -320,7 +320,7 @@ def _validate_blocks(
         table_width=selection.q2k_indices.shape[3],
         causal=options.causal,
         paged=False,
-        needs_grad=_needs_grad(q, k, v),
+        needs_grad=records_grad(q, k, v),
     )
 
 
@@ -386,7 +386,7 @@ def _validate_tokens(
         table_width=selection.q2k_indices.shape[2],
         causal=options.causal,
         paged=paged,
-        needs_grad=_needs_grad(q, k, v),
+        needs_grad=records_grad(q, k, v),
     )
 
 
@@ -417,7 +417,8 @@ def _validate_pages(k: Tensor, selection: TokenSelection, batch: int) -> None:
         )
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
+def records_grad(*tensors: Tensor) -> bool:
+    """Whether autograd would record a function of these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
