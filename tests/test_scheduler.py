@@ -29,7 +29,7 @@ def plain_schedule(table, q_lengths, k_lengths, target, q_tok):
     Returns the items, heaviest first, and {(head, token): the lanes that give a partial}.
     """
     owners = [b for b, length in enumerate(q_lengths) for _ in range(length)]
-    coords = [(b, j) for b, length in enumerate(k_lengths) for j in range(-(-length // block_size))]
+    coords = [(b, j) for b, length in enumerate(k_lengths) for j in range(-(-length // 128))]
     items, lanes = [], {}
     for h, lists in enumerate(table):
         entries = dict.fromkeys(coords, 0)
