@@ -190,6 +190,9 @@ def options_of(
     return_lse: bool,
 ) -> Options:
     """Check the scalar options and fill in the default softmax scale, 1 / sqrt(D)."""
+    _expect_attention_dtype("q", q)
+    if q.dim() not in (3, 4):
+        raise ValueError(f"q must have 3 or 4 dims, got {describe(q)}")
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {describe(flag)}")
