@@ -8,6 +8,7 @@ whole score matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -16,18 +17,49 @@ from torch import Tensor
 from sparse_atten.contracts import BlockSelection, Options, Selection, TokenSelection
 from sparse_atten.reference import Result
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Options], Result]
+
+
+def attend_densely(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, options: Options) -> Result:
+    """Attend over [B, H, S, D] tensors in float64, weighting each key by how often it is seen."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores = options.softmax_scale * (q @ k.transpose(-1, -2))
+    visible = seen > 0
+    logits = (scores + seen.log()).masked_fill(~visible, float("-inf"))
+    empty = ~visible.any(-1, keepdim=True)
+    weights = logits.masked_fill(empty, 0).softmax(-1).masked_fill(~visible, 0)
+
+    finite = v.isfinite()
+    out = weights @ v.masked_fill(~finite, 0)
+    poisoned = visible.double() @ (~finite).double() > 0
+    out = out.masked_fill(poisoned, float("nan"))
+    lse_t = None
+    if options.lse_temperature is not None:
+        warm = options.lse_temperature * scores + seen.log()
+        lse_t = warm.masked_fill(~visible, float("-inf")).logsumexp(-1)
+    return Result(out, logits.logsumexp(-1), lse_t)
+
 
 def define_attention(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    options: Options,
+    *,
+    attend: Attend = attend_densely,
 ) -> Result:
     """Attend as defined; arguments as validated by `contracts.validate`, results in float64.
 
     A query that sees a non-finite key or value gets a non-finite output; what it does not see has
     no effect, whatever it holds. A query that sees nothing gets output 0 and LSE -inf.
+
+    `attend` is what happens once the mask is known: a test may put the arithmetic of another
+    precision in its place.
     """
     if isinstance(selection, BlockSelection):
-        return _define_blocks(q, k, v, selection, options)
-    return _define_tokens(q, k, v, selection, options)
+        return _define_blocks((q, k, v), selection, options, attend)
+    return _define_tokens((q, k, v), selection, options, attend)
 
 
 def block_visibility(
@@ -70,21 +102,23 @@ def _valid_tokens(sizes: Tensor | None, length: int, block: int) -> Tensor:
 
 
 def _define_blocks(
-    q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, options: Options
+    inputs: tuple[Tensor, ...], selection: BlockSelection, options: Options, attend: Attend
 ) -> Result:
+    q, k, v = inputs
     seen = block_visibility(q, k, selection, causal=options.causal).to(q.device)
     if selection.layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // max(k.shape[1], 1)
-    result = _attend(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), seen, options)
+    result = attend(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), seen, options)
     if selection.layout == "bshd":
         result = result._replace(out=result.out.transpose(1, 2))
     return result
 
 
 def _define_tokens(
-    q: Tensor, k: Tensor, v: Tensor, selection: TokenSelection, options: Options
+    inputs: tuple[Tensor, ...], selection: TokenSelection, options: Options, attend: Attend
 ) -> Result:
+    q, k, v = inputs
     num_tokens, heads, _ = q.shape
     block = selection.block_size
     out = q.new_zeros(num_tokens, heads, v.shape[-1], dtype=torch.float64)
@@ -104,9 +138,9 @@ def _define_tokens(
                     if 0 <= b < num_blocks:
                         seen[head, row, b * block : (b + 1) * block] += 1
         if options.causal:
-            row, column = torch.arange(num_queries)[:, None], torch.arange(num_keys)
-            seen = seen * (column <= row + num_keys - num_queries)
-        part = _attend(
+            last_key = torch.arange(num_queries)[:, None] + num_keys - num_queries
+            seen = seen * (torch.arange(num_keys) <= last_key)
+        part = attend(
             q[start:stop].transpose(0, 1)[None],
             keys.transpose(0, 1).repeat_interleave(group, 0)[None],
             values.transpose(0, 1).repeat_interleave(group, 0)[None],
@@ -134,23 +168,3 @@ def _sequence_kv(pool: Tensor, selection: TokenSelection, sequence: int) -> Tens
     length = int(used[sequence])
     pages = selection.page_table[sequence, : -(-length // selection.block_size)].long()
     return pool[pages].flatten(0, 1)[:length]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, options: Options) -> Result:
-    """Attend over [B, H, S, D] tensors, weighting each key by how many times it is seen."""
-    q, k, v = q.double(), k.double(), v.double()
-    scores = options.softmax_scale * (q @ k.transpose(-1, -2))
-    visible = seen > 0
-    logits = (scores + seen.log()).masked_fill(~visible, float("-inf"))
-    empty = ~visible.any(-1, keepdim=True)
-    weights = logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-
-    finite = v.isfinite()
-    out = weights.masked_fill(~visible, 0) @ v.masked_fill(~finite, 0)
-    poisoned = visible.double() @ (~finite).double() > 0
-    out = out.masked_fill(poisoned, float("nan"))
-    lse_t = None
-    if options.lse_temperature is not None:
-        warm = options.lse_temperature * scores + seen.log()
-        lse_t = warm.masked_fill(~visible, float("-inf")).logsumexp(-1)
-    return Result(out, logits.logsumexp(-1), lse_t)

@@ -163,8 +163,8 @@ def reference_backward(
                 warm = (temperature * scores - lse_t[..., None]).exp().masked_fill(hidden, 0)
                 d_scores += temperature * warm * d_lse_t.masked_fill(empty, 0)[..., None]
             dq[rows] += scale * (d_scores @ tile.k)
-            dk.index_put_(tile.index, d_scores.transpose(1, 2) @ scaled, accumulate=True)
-            dv.index_put_(tile.index, weights.transpose(1, 2) @ d_out, accumulate=True)
+            dk.index_put_(tile.places, d_scores.transpose(1, 2) @ scaled, accumulate=True)
+            dv.index_put_(tile.places, weights.transpose(1, 2) @ d_out, accumulate=True)
     q, k, v = inputs
     dk, dv = view.restore_kv(dk), view.restore_kv(dv)
     return view.assemble(dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -174,7 +174,7 @@ class _Tile(NamedTuple):
     k: Tensor  # accumulator dtype [R, L, D]
     v: Tensor  # accumulator dtype [R, L, Dv]
     hidden: Tensor  # bool [R, M or 1, L]; keys that a query does not see
-    index: tuple[Tensor, ...]
+    places: tuple[Tensor, ...]
 
 
 def _tiles(
@@ -186,11 +186,12 @@ def _tiles(
         keys = view.keys(chunk.rows, ids, live)
         hidden = ~keys.valid[:, None, :]
         if causal:
-            hidden = hidden | (keys.position[:, None, :] > queries.last_key[..., None])
+            last_key = queries.last_key.masked_fill(~queries.valid, -1)  # padding sees nothing
+            hidden = hidden | (keys.position[:, None, :] > last_key[..., None])
         # Keys that no query of the row sees may hold anything, NaN too: 0 * NaN would spread.
         unseen = hidden.all(1)[..., None]
-        k, v = (_fill(_accumulator(x[keys.index]), unseen, 0) for x in (view.k, view.v))
-        yield _Tile(k, v, hidden, keys.index)
+        k, v = (_fill(_accumulator(x[keys.places]), unseen, 0) for x in (view.k, view.v))
+        yield _Tile(k, v, hidden, keys.places)
 
 
 def _chunks(view: Rows, max_bytes: int) -> list[Lists]:

@@ -36,7 +36,7 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """Where the keys of some rows lie."""
 
-    index: tuple[Tensor, ...]  # picks [R, L] rows of k and of v
+    places: tuple[Tensor, ...]  # index that picks [R, L] rows of k and of v
     valid: Tensor  # bool [R, L]
     position: Tensor  # int64 [R, L]
 
@@ -152,8 +152,8 @@ class _BlockRows:
         valid = live[..., None] & (self.slots < size[..., None])
         position = self.kv_starts[batch[:, None], ids][..., None] + self.slots
         token = (ids[..., None] * self.block_size + self.slots).clamp(max=self.k.shape[2] - 1)
-        index = (batch[:, None], head[:, None] // self.group, token.flatten(1))
-        return Keys(index, valid.flatten(1), position.flatten(1))
+        places = (batch[:, None], head[:, None] // self.group, token.flatten(1))
+        return Keys(places, valid.flatten(1), position.flatten(1))
 
     def _pick(self, x: Tensor, rows: Tensor) -> Tensor:
         """Gather from [B, H, S, ...]; slots past the last token repeat it."""
@@ -244,22 +244,17 @@ class _TokenRows:
         valid = live[..., None] & (position < self.kv_lengths[sequence][:, None, None])
         page_table = self.selection.page_table
         if page_table is None:
-            place = position + self.kv_starts[sequence][:, None, None]
-            place = place.clamp(max=self.k.shape[0] - 1)
-            index = (place.flatten(1), head[:, None])
-        else:
-            page = page_table[sequence[:, None], ids].long()
-            num_pages = self.k.shape[0]
-            valid = valid & ((page >= 0) & (page < num_pages))[..., None]
-            page = page.clamp(0, num_pages - 1)[..., None].expand_as(position).flatten(1)
-            slot = self.slots.expand_as(position).flatten(1)
-            place = (
-                (head[:, None], slot)
-                if self.selection.kv_layout == "hnd"
-                else (slot, head[:, None])
-            )
-            index = (page, *place)
-        return Keys(index, valid.flatten(1), position.flatten(1))
+            token = position + self.kv_starts[sequence][:, None, None]
+            token = token.clamp(max=self.k.shape[0] - 1).flatten(1)
+            return Keys((token, head[:, None]), valid.flatten(1), position.flatten(1))
+        page = page_table[sequence[:, None], ids].long()
+        num_pages = self.k.shape[0]
+        valid = valid & ((page >= 0) & (page < num_pages))[..., None]
+        page = page.clamp(0, num_pages - 1)[..., None].expand_as(position).flatten(1)
+        slot = self.slots.expand_as(position).flatten(1)
+        hnd = self.selection.kv_layout == "hnd"
+        places = (page, head[:, None], slot) if hnd else (page, slot, head[:, None])
+        return Keys(places, valid.flatten(1), position.flatten(1))
 
     def take(self, x: Tensor, rows: Tensor) -> Tensor:
         grouped = x.unflatten(1, (self.num_kv_heads, self.row_height))
