@@ -192,20 +192,18 @@ def _split_rows(csr: K2QCSR, target: int, q_tok: int, capacity: int) -> tuple[Te
     lengths = csr.row_ptr.diff(dim=1).flatten().to(torch.int64)
     items = (lengths + target - 1) // target
     ends = items.cumsum(dim=0)
-    num_items = items.sum().reshape(1)
 
     item = torch.arange(capacity, device=lengths.device)
-    used = item < num_items
     owner = torch.searchsorted(ends, item, right=True).clamp(max=lengths.shape[0] - 1)
     q_begin = (item - ends[owner] + items[owner]) * target
-    q_count = (lengths[owner] - q_begin).clamp(max=target)
+    q_count = (lengths[owner] - q_begin).clamp(0, target)  # 0 past the last item
     kv_head, row = owner // max(num_rows, 1), owner % max(num_rows, 1)
     fields = torch.stack((kv_head, row, q_begin, q_count, *csr.row_coords[row].unbind(1)), dim=1)
 
-    tiles = ((q_count + q_tok - 1) // q_tok).masked_fill(~used, 0)
+    tiles = (q_count + q_tok - 1) // q_tok
     order = tiles.argsort(descending=True, stable=True)
-    work_items = fields.masked_fill(~used.unsqueeze(1), EMPTY)[order].to(torch.int32)
-    return work_items, num_items.to(torch.int32)
+    work_items = fields.masked_fill((q_count == 0).unsqueeze(1), EMPTY)[order].to(torch.int32)
+    return work_items, items.sum(dtype=torch.int32).reshape(1)
 
 
 def _number_partials(csr: K2QCSR) -> tuple[Tensor, Tensor]:

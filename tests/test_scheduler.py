@@ -244,6 +244,11 @@ def test_the_capacity_is_reached(target, full_items, rows, heads):
     assert work_capacity(**shapes, target=target) == heads * items
 
 
+def test_a_row_for_each_slot_needs_an_item_for_each_slot():
+    shapes = {"num_kv_heads": 3, "num_slots": 50, "target": 8}
+    assert work_capacity(num_rows=50, **shapes) == work_capacity(num_rows=10**6, **shapes) == 150
+
+
 @given(
     st.integers(0, 10**6),
     st.integers(0, 64),

@@ -314,6 +314,13 @@ def test_valid_counts_bound_regions_and_kept_spans():
     assert kept.tolist() == [[2, 3, 4, 5, 6, 7], [2, 3, 4, -1, -1, -1], [1, 2, -1, -1, -1, -1]]
 
 
+def test_an_empty_span_overlaps_nothing_and_keeps_its_budget():
+    row = torch.arange(6.0)
+    kept, count = block_topk(row, regions=[(0, 6, 1), (3, 3, 2)], keep_spans=[(2, 2)])
+    assert kept.tolist() == [5, -1, -1]
+    assert count.item() == 1
+
+
 def test_no_region_chooses_nothing():
     kept, counts = block_topk(torch.zeros(3, 4), regions=[])
     assert kept.shape == (3, 0)
