@@ -4,14 +4,100 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparse_atten.contracts import Selection, TokenSelection
+import torch
+from torch import Tensor
+
+from sparse_atten.checks import check_values
+from sparse_atten.contracts import (
+    BlockSelection,
+    Options,
+    Selection,
+    TokenSelection,
+    describe,
+    validate,
+)
+from sparse_atten.csr import K2QCSR, build_k2q_csr, row_bound
+from sparse_atten.cute_kernels.common.target import B200, device_sm_count
+from sparse_atten.scheduler import Schedule, build_schedule
+from sparse_atten.sequences import sequences_of
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedSelection:
-    """A `TokenSelection` with its k2q CSR and work schedule; takes the selection's place."""
+    """A `TokenSelection` with its k2q CSR and work schedule; takes the selection's place.
+
+    Parameters
+    ----------
+    selection : TokenSelection
+        What was prepared.
+    csr : K2QCSR
+        For each KV head and KV block, the query tokens that chose the block.
+    schedule : Schedule
+        The work items of the KV-outer pass, and the slot of each partial result.
+    """
 
     selection: TokenSelection
+    csr: K2QCSR
+    schedule: Schedule
+
+
+def prepare(
+    selection: TokenSelection, q: Tensor, k: Tensor, *, num_sms: int | None = None
+) -> PreparedSelection:
+    """Build the k2q CSR and the schedule of a token selection, once for many calls.
+
+    Parameters
+    ----------
+    selection : TokenSelection
+        Which KV blocks each query token sees.
+    q, k : Tensor
+        As for `sparse_atten_func`. Their shapes are read, their values are not: the result serves
+        any tensors of these shapes with this selection, those of other layers too.
+    num_sms : int, optional
+        SMs that the work is spread over. None: those of q's device; on a CPU, those of a B200.
+
+    Returns
+    -------
+    PreparedSelection
+        What `sparse_atten_func` accepts in place of the selection, with the same results.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `sparse_atten_func`. A `BlockSelection` needs no preparation.
+
+    Notes
+    -----
+    The rows of the CSR are bounded by what the host knows: ``Tk // block_size + B`` for flat KV,
+    ``B * ceil(max_seqlen_k / block_size)`` for paged KV. On a device nothing synchronises: edges
+    that name no block of their sequence are dropped there and counted in `csr.num_bad_edges`.
+    Memory is linear in edges and rows.
+    """
+    if isinstance(selection, BlockSelection):
+        raise TypeError(
+            "selection must be a TokenSelection, got a BlockSelection: it needs no preparation, "
+            "pass it to sparse_atten_func as it is"
+        )
+    if not isinstance(selection, TokenSelection):
+        raise TypeError(f"selection must be a TokenSelection, got {describe(selection)}")
+    problem = validate(q, k, k, selection, Options())
+    if problem.device.type == "cpu":
+        check_values(selection, problem)
+    if num_sms is None:
+        num_sms = device_sm_count(problem.device) or B200.sm_count
+
+    block = selection.block_size
+    csr = build_k2q_csr(
+        selection.q2k_indices,
+        selection.cu_seqlens_q,
+        block_size=block,
+        seqused_k=sequences_of(selection, problem.num_keys).k_length.to(torch.int32),
+        num_rows=row_bound(problem.batch, block, max_seqlen_k=selection.max_seqlen_k)
+        if problem.paged
+        else row_bound(problem.batch, block, total_k=problem.num_keys),
+    )
+    schedule = build_schedule(csr, num_q_heads=problem.num_q_heads, num_sms=num_sms)
+    return PreparedSelection(selection, csr, schedule)
 
 
 def selection_of(selection: Selection | PreparedSelection) -> Selection:
