@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +24,51 @@ from sparse_atten.prepare import PreparedSelection, selection_of
 from sparse_atten.reference import Result
 
 
+@overload
+def sparse_atten_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection | PreparedSelection,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    lse_temperature: None = ...,
+    out: Tensor | None = ...,
+    backend: str = ...,
+    max_workspace_bytes: int | None = ...,
+) -> Tensor: ...
+@overload
+def sparse_atten_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection | PreparedSelection,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    return_lse: Literal[True],
+    lse_temperature: None = ...,
+    out: Tensor | None = ...,
+    backend: str = ...,
+    max_workspace_bytes: int | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_atten_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection | PreparedSelection,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    return_lse: bool = ...,
+    lse_temperature: float | None = ...,
+    out: Tensor | None = ...,
+    backend: str = ...,
+    max_workspace_bytes: int | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 def sparse_atten_func(
     q: Tensor,
     k: Tensor,
@@ -96,7 +142,9 @@ def sparse_atten_func(
         return_lse=return_lse,
     )
     if torch.compiler.is_compiling():
-        result = ops.call(q, k, v, selection, options, backend=backend)
+        result = ops.call(
+            q, k, v, selection, options, backend=backend, max_workspace_bytes=max_workspace_bytes
+        )
         if out is not None:
             result = result._replace(out=out.copy_(result.out))
     else:

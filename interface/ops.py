@@ -23,82 +23,69 @@ from sparse_atten.contracts import (
 )
 from sparse_atten.reference import Result, reference_backward, workspace_bytes
 
+# The fields of the selections that an op's arguments carry.
+_BLOCK_TABLES = ("q2k_indices", "q2k_counts", "kv_block_sizes", "q_block_sizes")
+_BLOCK_NUMBERS = ("block_size", "dense_rows")
+_TOKEN_TABLES = (
+    "q2k_indices",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "page_table",
+    "seqused_k",
+    "head_indices",
+)
+_TOKEN_NUMBERS = ("block_size", "max_seqlen_q", "max_seqlen_k")
+
 
 def call(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, options: Options, *, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    options: Options,
+    *,
+    backend: str,
+    max_workspace_bytes: int | None,
 ) -> Result:
     """Call the op from code that is being compiled."""
-    if isinstance(selection, BlockSelection):
-        tables = [
-            selection.q2k_indices,
-            selection.q2k_counts,
-            selection.kv_block_sizes,
-            selection.q_block_sizes,
-        ]
-        numbers = [selection.block_size, selection.dense_rows]
-        layout: str = selection.layout
-    else:
-        tables = [
-            selection.q2k_indices,
-            selection.cu_seqlens_q,
-            selection.cu_seqlens_k,
-            selection.page_table,
-            selection.seqused_k,
-            selection.head_indices,
-        ]
-        numbers = [selection.block_size, selection.max_seqlen_q, selection.max_seqlen_k]
-        layout = selection.kv_layout
+    names, numbers, layout = (
+        (_BLOCK_TABLES, _BLOCK_NUMBERS, "layout")
+        if isinstance(selection, BlockSelection)
+        else (_TOKEN_TABLES, _TOKEN_NUMBERS, "kv_layout")
+    )
+    present = [name for name in names if getattr(selection, name) is not None]
     needs_grad = records_grad(q, k, v)
     out, lse, lse_t = attention(
         q,
         k,
         v,
-        tables,
-        numbers=numbers,
-        layout=layout,
+        [getattr(selection, name) for name in present],
+        names=" ".join(present),
+        numbers=[getattr(selection, name) for name in numbers],
+        layout=getattr(selection, layout),
         causal=options.causal,
         softmax_scale=options.softmax_scale,
         lse_temperature=options.lse_temperature,
         return_lse=options.return_lse or needs_grad,  # the backward pass starts from the LSE
         backend=backend,
+        max_workspace_bytes=max_workspace_bytes,
         needs_grad=needs_grad,
     )
     return Result(out, lse, lse_t if options.lse_temperature is not None else None)
 
 
 def _rebuild(
-    tables: list[Tensor | None], numbers: list[int], layout: str, **scalars: Any
+    tables: list[Tensor], *, names: str, numbers: list[int], layout: str, **scalars: Any
 ) -> tuple[Selection, Options]:
     """Put the selection and the options together again."""
-    fields: Any = tables  # which of them may be None is the selection's affair
+    fields: dict[str, Any] = dict(zip(names.split(), tables, strict=True))
     selection: Selection
     if layout in ("hnd", "nhd"):
-        indices, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, head_indices = fields
-        block_size, max_seqlen_q, max_seqlen_k = numbers
-        selection = TokenSelection(
-            indices,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            block_size=block_size,
-            page_table=page_table,
-            seqused_k=seqused_k,
-            kv_layout="hnd" if layout == "hnd" else "nhd",
-            head_indices=head_indices,
-        )
+        fields |= {"kv_layout": layout, **dict(zip(_TOKEN_NUMBERS, numbers, strict=True))}
+        selection = TokenSelection(**{"cu_seqlens_k": None, **fields})
     else:
-        indices, counts, kv_block_sizes, q_block_sizes = fields
-        block_size, dense_rows = numbers
-        selection = BlockSelection(
-            indices,
-            counts,
-            layout="bhsd" if layout == "bhsd" else "bshd",
-            block_size=block_size,
-            kv_block_sizes=kv_block_sizes,
-            q_block_sizes=q_block_sizes,
-            dense_rows=dense_rows,
-        )
+        fields |= {"layout": layout, **dict(zip(_BLOCK_NUMBERS, numbers, strict=True))}
+        selection = BlockSelection(**fields)
     return selection, Options(**scalars)
 
 
@@ -107,8 +94,9 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: list[Tensor | None],
+    tables: list[Tensor],
     *,
+    names: str,
     numbers: list[int],
     layout: str,
     causal: bool,
@@ -116,6 +104,7 @@ def attention(
     lse_temperature: float | None,
     return_lse: bool,
     backend: str,
+    max_workspace_bytes: int | None,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend as `sparse_atten_func`; an LSE that was not asked for is an empty tensor."""
@@ -123,14 +112,24 @@ def attention(
 
     selection, options = _rebuild(
         tables,
-        numbers,
-        layout,
+        names=names,
+        numbers=numbers,
+        layout=layout,
         causal=causal,
         softmax_scale=softmax_scale,
         lse_temperature=lse_temperature,
         return_lse=return_lse,
     )
-    result = run(q, k, v, selection, options, backend=backend, needs_grad=needs_grad)
+    result = run(
+        q,
+        k,
+        v,
+        selection,
+        options,
+        backend=backend,
+        max_workspace_bytes=max_workspace_bytes,
+        needs_grad=needs_grad,
+    )
     nothing = q.new_empty(0, dtype=torch.float32)
     wants_lse = return_lse or lse_temperature is not None
     return (
@@ -145,15 +144,15 @@ def _attention_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: list[Tensor | None],
+    tables: list[Tensor],
     *,
-    numbers: list[int],
     layout: str,
     backend: str,
+    max_workspace_bytes: int | None,
     needs_grad: bool,
     **scalars: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    selection, options = _rebuild(tables, numbers, layout, **scalars)
+    selection, options = _rebuild(tables, layout=layout, **scalars)
     validate(q, k, v, selection, options)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse_shape = q.shape[:-1]
@@ -171,27 +170,30 @@ def attention_backward(
     inputs: list[Tensor],
     result: list[Tensor],
     grads: list[Tensor],
-    tables: list[Tensor | None],
+    tables: list[Tensor],
     *,
+    names: str,
     numbers: list[int],
     layout: str,
     causal: bool,
     softmax_scale: float,
     lse_temperature: float | None,
     return_lse: bool,
+    max_workspace_bytes: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; see `reference_backward`."""
     selection, options = _rebuild(
         tables,
-        numbers,
-        layout,
+        names=names,
+        numbers=numbers,
+        layout=layout,
         causal=causal,
         softmax_scale=softmax_scale,
         lse_temperature=lse_temperature,
         return_lse=return_lse,
     )
     q, k, v = inputs
-    call = selection, options, workspace_bytes(q, None)
+    call = selection, options, workspace_bytes(q, max_workspace_bytes)
     return reference_backward((q, k, v), Result(*result), Result(*grads), call)
 
 
@@ -212,10 +214,11 @@ def _setup_context(
     ctx.scalars = {name: x for name, x in keyword_only_inputs.items() if name not in forward_only}
 
 
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
     inputs, result, tables = saved[:3], saved[3:6], saved[6:]
-    return *attention_backward(inputs, result, list(grads), tables, **ctx.scalars), None
+    gradients = attention_backward(inputs, result, list(grads), tables, **ctx.scalars)
+    return *gradients, [None] * len(tables)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
