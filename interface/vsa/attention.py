@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,11 +103,8 @@ def video_sparse_attention(
         q_mean, k_mean = (pool_blocks(x, layout, tensor_layout=tensor_layout) for x in (q, k))
         scores = route_scores(q_mean, k_mean, softmax_scale=scale)
     selection = route(scores, layout, sparsity=sparsity, policy=policy, tensor_layout=tensor_layout)
-    packed_out, packed_lse = cast(
-        "tuple[Tensor, Tensor]",
-        sparse_atten_func(
-            q, k, v, selection, softmax_scale=scale, return_lse=True, backend=backend
-        ),
+    packed_out, packed_lse = sparse_atten_func(
+        q, k, v, selection, softmax_scale=scale, return_lse=True, backend=backend
     )
     out = layout.unpack(packed_out, tensor_layout=tensor_layout)
 
