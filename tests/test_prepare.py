@@ -87,6 +87,20 @@ def test_num_sms_decides_how_finely_hot_rows_are_split():
     assert torch.equal(default.work_items, many.work_items)
 
 
+@pytest.mark.parametrize("problem", [flat_problem, paged_problem])
+def test_nothing_is_read_on_the_host_of_a_device(problem):
+    # Meta tensors hold no values: whatever needs one raises.
+    q, k, _, selection = problem()
+    fields = {
+        name: x.to("meta") if isinstance(x, torch.Tensor) else x
+        for name, x in vars(selection).items()
+    }
+    on_meta = prepare(TokenSelection(**fields), q.to("meta"), k.to("meta"))
+    prepared = prepare(selection, q, k)
+    assert on_meta.csr.row_ptr.shape == prepared.csr.row_ptr.shape
+    assert on_meta.schedule.work_items.shape == prepared.schedule.work_items.shape
+
+
 @pytest.mark.parametrize("heads", [0, 2])
 def test_empty_problems(heads):
     ids = torch.empty(heads, 0, 3, dtype=torch.int32)
