@@ -101,6 +101,13 @@ def test_nothing_is_read_on_the_host_of_a_device(problem):
     assert on_meta.schedule.work_items.shape == prepared.schedule.work_items.shape
 
 
+def test_unchecked_offsets_of_a_device_make_no_rows_past_the_keys(monkeypatch):
+    q, k, _, selection = flat_problem()
+    wild = dataclasses.replace(selection, cu_seqlens_k=int32([0, 20, 10**6]))
+    monkeypatch.setattr("sparse_atten.prepare.check_values", lambda *_: None)
+    assert torch.equal(prepare(wild, q, k).csr.row_coords, prepare(selection, q, k).csr.row_coords)
+
+
 @pytest.mark.parametrize("heads", [0, 2])
 def test_empty_problems(heads):
     ids = torch.empty(heads, 0, 3, dtype=torch.int32)
