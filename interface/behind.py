@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from sparse_atten.contracts import records_grad
+from sparse_atten.reference import without_autocast
 
 _LEAST_QUERIES = 64  # queries of a chunk under a short window, where the workspace allows
 
@@ -50,6 +50,8 @@ def attend_behind(
         begin = (end - reach).clamp(min=0)
         inputs = q[:, start:stop], k[:, keys], v[:, keys], begin, end
         if records_grad(q, k, v):
+            from torch.utils.checkpoint import checkpoint  # slow to import
+
             out, weights = checkpoint(
                 _attend_range, *inputs, scale=scale, use_reentrant=False, preserve_rng_state=False
             )
@@ -77,14 +79,16 @@ def _attend_range(
 
     queries = q.to(dtype).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4) * scale
     keys, values = (x.to(dtype).transpose(1, 2) for x in (k, v))  # [B, H, L, D]
-    scores = queries.flatten(2, 3) @ keys.transpose(2, 3)
+    with without_autocast(q):
+        scores = queries.flatten(2, 3) @ keys.transpose(2, 3)
     scores = scores.unflatten(2, (-1, num_queries))  # [B, H, G, C, L]
     scores = scores.masked_fill_(~seen, float("-inf")).masked_fill_(empty, 0)
     weights = scores.softmax(-1).masked_fill(~seen, 0)
 
     # 0 * NaN would spread what a query does not see: non-finite values go in by range instead.
     absent = ~values.isfinite()
-    out = weights.flatten(2, 3) @ values.masked_fill(absent, 0)
+    with without_autocast(q):
+        out = weights.flatten(2, 3) @ values.masked_fill(absent, 0)
     found = torch.nn.functional.pad(absent.cumsum(2, dtype=torch.int32), (0, 0, 1, 0))
     poisoned = found[:, :, end] > found[:, :, begin]
     out = out.unflatten(2, (-1, num_queries)).masked_fill(poisoned[:, :, None], float("nan"))

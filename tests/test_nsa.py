@@ -1,6 +1,7 @@
 """Each NSA branch against loops over tokens in float64, and the gated sum of the three."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -336,8 +337,9 @@ def test_branches_never_hold_all_scores(records_grad):
     assert largest.num_bytes > 4 * 400 * 400 * 4
 
 
-def test_nothing_is_read_on_the_host_of_a_device():
+def test_nothing_is_read_on_the_host_of_a_device(monkeypatch):
     # Meta tensors hold no values: whatever needs one raises.
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # unknown to meta
     q, k, v = (x.to("meta") for x in random_layer(value_dim=16))
     gates = (torch.ones(2, 21, 4, device="meta"),) * 3
     out = nsa_attention(q, k, v, gates=gates, block_size=4, num_selected=4, window_size=6)
@@ -345,6 +347,23 @@ def test_nothing_is_read_on_the_host_of_a_device():
     ids = torch.zeros(2, 21, 2, 3, dtype=torch.int64, device="meta")
     counts = torch.zeros(2, 21, 2, dtype=torch.int64, device="meta")
     assert nsa_selected_attention(q, k, v, ids, counts, block_size=4).shape == (2, 21, 4, 16)
+
+
+@pytest.mark.parametrize("ambient", ["bfloat16 autocast", "float64 default"])
+def test_settings_of_the_callers_program_change_nothing(ambient):
+    q, k, v = random_layer()
+    gates = (torch.ones(2, 21, 4),) * 3
+    options = {"gates": gates, "block_size": 4, "num_selected": 4, "window_size": 6}
+    wanted = nsa_attention(q, k, v, **options)
+    if ambient == "float64 default":
+        torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=ambient == "bfloat16 autocast"):
+            out = nsa_attention(q, k, v, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, wanted)
+    assert out.dtype == torch.float32
 
 
 def test_bfloat16_in_and_out():
