@@ -24,8 +24,8 @@ from torch import Tensor
 
 from sparse_atten.attention import sparse_atten_func
 from sparse_atten.behind import Chunk, accumulator, attend_behind
-from sparse_atten.contracts import DTYPES, EMPTY, TokenSelection, describe, options_of
-from sparse_atten.csr.reference import expect_int
+from sparse_atten.contracts import DTYPES, EMPTY, TokenSelection, options_of
+from sparse_atten.cute_kernels.common.arguments import describe, expect_int
 from sparse_atten.reference import workspace_bytes
 from sparse_atten.topk import block_topk
 from sparse_atten.topk.reference import MAX_K

@@ -12,6 +12,7 @@ there: every row costs the width of the table, and nothing synchronises.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +66,14 @@ def workspace_bytes(q: Tensor, max_workspace_bytes: int | None) -> int:
 Call = tuple[Selection, Options, int]
 
 
-def without_autocast(x: Tensor) -> torch.autocast:
+def without_autocast(x: Tensor) -> AbstractContextManager:
     """Keep float32 products float32 inside a caller's autocast region."""
-    return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.amp.is_autocast_available(kind)
+        else nullcontext()
+    )
 
 
 class _Attention(torch.autograd.Function):

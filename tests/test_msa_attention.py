@@ -1,7 +1,6 @@
 """`minimax_sparse_attention` against its stages and dense attention; the complexity equation."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from sparse_atten.msa import (
     minimax_sparse_attention,
     partial_attention,
 )
-from sparse_atten.prepare import prepare
+from sparse_atten.preparation import prepare
 
 
 def int32(values):
@@ -130,12 +129,11 @@ def test_gradients_are_those_of_dense_attention_where_all_is_kept():
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
 
 
-def test_nothing_is_read_on_the_host_of_a_device(monkeypatch):
+def test_nothing_is_read_on_the_host_of_a_device():
     # Meta tensors hold no values: whatever needs one raises.
     tensors, fields = layer((30, 2), (30, 50), padding=1)
     options = {"topk": 2, "block_size": 8, "return_lse": True}
     wanted = minimax_sparse_attention(*tensors, **fields, **options)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # unknown to meta
     tensors = [x.to("meta") for x in tensors]
     fields = {
         name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in fields.items()

@@ -1,7 +1,6 @@
 """Each NSA branch against loops over tokens in float64, and the gated sum of the three."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -337,9 +336,8 @@ def test_branches_never_hold_all_scores(records_grad):
     assert largest.num_bytes > 4 * 400 * 400 * 4
 
 
-def test_nothing_is_read_on_the_host_of_a_device(monkeypatch):
+def test_nothing_is_read_on_the_host_of_a_device():
     # Meta tensors hold no values: whatever needs one raises.
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # unknown to meta
     q, k, v = (x.to("meta") for x in random_layer(value_dim=16))
     gates = (torch.ones(2, 21, 4, device="meta"),) * 3
     out = nsa_attention(q, k, v, gates=gates, block_size=4, num_selected=4, window_size=6)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from sparse_atten.attention import check
-from sparse_atten.contracts import TokenSelection, describe, options_of
-from sparse_atten.prepare import PreparedSelection
+from sparse_atten.contracts import TokenSelection, options_of
+from sparse_atten.cute_kernels.common.arguments import describe
+from sparse_atten.preparation import PreparedSelection
 from sparse_atten.reference import without_autocast
 from sparse_atten.sequences import sequences_of
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sparse_atten.attention import check
-from sparse_atten.contracts import DTYPES, Options, TokenSelection, describe
-from sparse_atten.csr.reference import expect_int
+from sparse_atten.contracts import DTYPES, Options, TokenSelection
+from sparse_atten.cute_kernels.common.arguments import describe, expect_int
 from sparse_atten.reference import without_autocast, workspace_bytes
 from sparse_atten.sequences import Sequences, sequences_of
 

@@ -12,7 +12,7 @@ from sparse_atten import (
     check_selection,
     sparse_atten_func,
 )
-from sparse_atten.prepare import prepare
+from sparse_atten.preparation import prepare
 
 
 def int32(values):
@@ -104,7 +104,7 @@ def test_nothing_is_read_on_the_host_of_a_device(problem):
 def test_unchecked_offsets_of_a_device_make_no_rows_past_the_keys(monkeypatch):
     q, k, _, selection = flat_problem()
     wild = dataclasses.replace(selection, cu_seqlens_k=int32([0, 20, 10**6]))
-    monkeypatch.setattr("sparse_atten.prepare.check_values", lambda *_: None)
+    monkeypatch.setattr("sparse_atten.preparation.check_values", lambda *_: None)
     assert torch.equal(prepare(wild, q, k).csr.row_coords, prepare(selection, q, k).csr.row_coords)
 
 
