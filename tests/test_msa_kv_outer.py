@@ -12,7 +12,7 @@ from sparse_atten import TokenSelection, sparse_atten_func
 from sparse_atten.contracts import options_of, validate
 from sparse_atten.definition import define_attention
 from sparse_atten.msa import kv_outer, merge_partials, partial_attention
-from sparse_atten.prepare import prepare
+from sparse_atten.preparation import prepare
 
 LENGTHS = (1, 127, 128, 129, 400, 0)
 
