@@ -34,6 +34,7 @@ SPARSITIES = ["0", "0.5", "0.75", "0.9"]
 def demo():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which the script sets, for good, if it is not
         yield importlib.import_module("video_attention")
 
 
