@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # mypy reads the packages under their import names: a tree of links, as the wheel lays them out.
 TYPED := $(VENV)/typed
+# Threads that spin while they wait slow each other down where there are more of them than cores.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint clean
 

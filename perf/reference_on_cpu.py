@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import track
 
 import sparse_atten
 from sparse_atten import BlockSelection, explain, sparse_atten_func
@@ -85,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Time calls in turn; milliseconds as [median, fastest, slowest] of each."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in tqdm(range(repeats), desc="repeats", file=sys.stderr):
+    for _ in track(range(repeats), "repeats", console=Console(stderr=True)):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
