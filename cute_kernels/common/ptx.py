@@ -1,0 +1,180 @@
+"""The few PTX instructions that CuTe-DSL has no plain call for, each with its ISA section.
+
+Everything here runs at trace time inside a kernel. Values are lists of DSL scalars, so that a
+thread's row of S stays in registers under Python names.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.arch import inline_ptx
+
+FULL_WARP = 0xFFFFFFFF
+
+# SMEM matrix descriptor (PTX ISA, tcgen05 "Shared memory descriptor"): 128-byte swizzle, version 1,
+# 8-row groups 1024 bytes apart. Strides are stored in units of 16 bytes.
+_SWIZZLE_128B = 2 << 61
+_VERSION = 1 << 46
+_GROUP_STRIDE = (1024 >> 4) << 32
+
+
+def k_major_descriptor() -> int:
+    """Return the constant part of a descriptor of a K-major tile with 128-byte rows."""
+    return _SWIZZLE_128B | _VERSION | _GROUP_STRIDE | (1 << 16)
+
+
+def mn_major_descriptor(chunk_bytes: int) -> int:
+    """Return the constant part for an MN-major tile whose 64-element chunks lie `chunk_bytes` apart."""
+    return _SWIZZLE_128B | _VERSION | _GROUP_STRIDE | ((chunk_bytes >> 4) << 16)
+
+
+def instruction_descriptor(dtype: type, m: int, n: int, *, b_mn_major: bool) -> int:
+    """Return the 32-bit descriptor of kind::f16 (PTX ISA, tcgen05 "Instruction descriptor")."""
+    operand = 1 if dtype is BFloat16 else 0
+    accumulator_f32 = 1 << 4
+    shape = ((n >> 3) << 17) | ((m >> 4) << 24)
+    return accumulator_f32 | (operand << 7) | (operand << 10) | (int(b_mn_major) << 16) | shape
+
+
+def smem_descriptor(address: Int32, constant: int) -> Int64:
+    """Put the start address of a tile into a descriptor."""
+    return Int64(constant) | Int64((address & 0x3FFFF) >> 4)
+
+
+def mma_ss(d_tmem: Int32, a_desc: Int64, b_desc: Int64, idesc: int, *, accumulate: bool) -> None:
+    """Issue D (+)= A B with both operands in SMEM (PTX ISA, tcgen05.mma). One thread."""
+    inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; "
+        "tcgen05.mma.cta_group::1.kind::f16 [{$r0}], {$r1}, {$r2}, {$r3}, p; }",
+        read_only_args=[d_tmem, a_desc, b_desc, Int32(idesc), Int32(int(accumulate))],
+    )
+
+
+def mma_ts(d_tmem: Int32, a_tmem: Int32, b_desc: Int64, idesc: int, accumulate: Int32) -> None:
+    """Issue D (+)= A B with A in TMEM (PTX ISA, tcgen05.mma). One thread."""
+    inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; "
+        "tcgen05.mma.cta_group::1.kind::f16 [{$r0}], [{$r1}], {$r2}, {$r3}, p; }",
+        read_only_args=[d_tmem, a_tmem, b_desc, Int32(idesc), Int32(accumulate)],
+    )
+
+
+def tmem_load(address: Int32, columns: int) -> list[Float32]:
+    """Start to read `columns` 32-bit columns of the thread's own lane (PTX ISA, tcgen05.ld)."""
+    registers = ", ".join(f"{{$w{i}}}" for i in range(columns))
+    values = inline_ptx(
+        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{registers}}}, [{{$r0}}];",
+        write_only_types=[Float32] * columns,
+        read_only_args=[address],
+    )
+    return list(values)
+
+
+def tmem_store(address: Int32, words: list) -> None:
+    """Start to write 32-bit columns of the thread's own lane (PTX ISA, tcgen05.st)."""
+    registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
+    inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}], {{{registers}}};",
+        read_only_args=[address, *words],
+    )
+
+
+def fence_tmem_before_sync() -> None:
+    """Order the thread's tcgen05 accesses before a signal (PTX ISA, tcgen05.fence)."""
+    inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def fence_tmem_after_sync() -> None:
+    """Order the thread's tcgen05 accesses after a wait (PTX ISA, tcgen05.fence)."""
+    inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def smem_store_v4(address: Int32, words: list) -> None:
+    """Write 16 bytes to shared memory (PTX ISA, st)."""
+    inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
+def smem_load_v4(address: Int32) -> tuple:
+    """Read four 32-bit words from shared memory (PTX ISA, ld)."""
+    return inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def smem_load(address: Int32, dtype: type) -> Int32 | Float32:
+    """Read one 32-bit word from shared memory (PTX ISA, ld)."""
+    return inline_ptx(
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[dtype], read_only_args=[address]
+    )
+
+
+def smem_store(address: Int32, value: Int32 | Float32) -> None:
+    """Write one 32-bit word to shared memory (PTX ISA, st)."""
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def exp2(x: Float32) -> Float32:
+    """Return 2^x on the special function unit (PTX ISA, ex2)."""
+    return inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def max3(a: Float32, b: Float32, c: Float32) -> Float32:
+    """Return the largest of three; a NaN loses (PTX ISA, max with three inputs)."""
+    return inline_ptx(
+        "max.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
+
+
+def mask_below(value: Float32, position: int, bound: Int32) -> Float32:
+    """Return -inf where `position` is below `bound`, else the value (PTX ISA, setp and selp)."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.lt.s32 p, {$r1}, {$r2}; selp.f32 {$w0}, 0fFF800000, {$r0}, p; }",
+        write_only_types=[Float32],
+        read_only_args=[value, Int32(position), bound],
+    )
+
+
+def pack(low: Float32, high: Float32, dtype: type) -> Int32:
+    """Round two floats to `dtype` and pack them in a word, the first in the low half (PTX ISA, cvt)."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+        write_only_types=[Int32],
+        read_only_args=[low, high],
+    )
+
+
+# 1 + f (C1 + f (C2 + f C3)) is 2^f on [0, 1) to a relative error of 8.55e-5: the minimax cubic
+# (linear programming on 4000 points) among those that are 1 at 0.
+_C1, _C2, _C3 = 0.69511509, 0.22765176, 0.07706102
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, held in the low mantissa bits
+
+
+def exp2_cubic(a: Float32, b: Float32) -> tuple[Float32, Float32]:
+    """Return 2^a and 2^b, a and b at most 127, on the FMA pipe (max relative error 8.55e-5)."""
+    x = (cute.arch.fmax(a, -127.0), cute.arch.fmax(b, -127.0))
+    magic = (Float32(_MAGIC), Float32(_MAGIC))
+    floor_bits = cute.arch.add_packed_f32x2(x, magic, rnd="rm")
+    floor = cute.arch.sub_packed_f32x2(floor_bits, magic)
+    f = cute.arch.sub_packed_f32x2(x, floor)
+    p = cute.arch.fma_packed_f32x2(f, (Float32(_C3),) * 2, (Float32(_C2),) * 2)
+    p = cute.arch.fma_packed_f32x2(f, p, (Float32(_C1),) * 2)
+    p = cute.arch.fma_packed_f32x2(f, p, (Float32(1.0),) * 2)
+    return tuple(_scale_exponent(v, e) for v, e in zip(p, floor_bits, strict=True))
+
+
+def _scale_exponent(mantissa: Float32, exponent: Float32) -> Float32:
+    """Add the integer in the low bits of `exponent` to the exponent field of `mantissa`."""
+    return inline_ptx(
+        "{ .reg .b32 e, m; mov.b32 e, {$r1}; mov.b32 m, {$r0}; shl.b32 e, e, 23; "
+        "add.s32 m, m, e; mov.b32 {$w0}, m; }",
+        write_only_types=[Float32],
+        read_only_args=[mantissa, exponent],
+    )

@@ -1,0 +1,915 @@
+"""Block-sparse attention forward with 128 x 128 tiles for Blackwell (VSA, one list for a Q block)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from .common import ptx
+from .common.schedule import Barrier, Region, Role, Schedule, Signal
+
+TILE = 128  # queries of a Q block and keys of a KV block
+HEAD_DIM = 128
+TILE_BYTES = TILE * HEAD_DIM * 2
+HALF_BYTES = TILE_BYTES // 2  # 64 columns of a tile: one 128-byte swizzle atom wide
+KV_SLOTS = 3
+ROUND_SLOTS = 8
+ITEM_SLOTS = 2
+MMA_K = 16
+KEYS_IN_HEAD = 96  # keys of P that PV may start with; the other 32 follow as the tail
+
+LAST = 256  # bit of a round word: the row's last round. The low bits are the valid keys, 0: no round
+FIRST = 512  # bit that the MMA warp adds to its copy: the row's first round
+FLOOR = -3.4e38  # running maximum before any key
+
+LANES, WARPS, ONCE = Signal.LANES, Signal.WARPS, Signal.ONCE
+SOFTMAX = ("softmax0", "softmax1")
+SCHEDULE = Schedule(
+    roles=(
+        Role("softmax0", 0, 4, 192),
+        Role("softmax1", 4, 4, 192),
+        Role("correction", 8, 4, 80),
+        Role("mma", 12, 1, 48),
+        Role("store", 13, 1, 48),
+        Role("load", 14, 1, 48),
+        Role("scheduler", 15, 1, 48),
+    ),
+    barriers=(
+        Barrier("item_full", ITEM_SLOTS, (("scheduler", ONCE),), (*SOFTMAX, "correction", "mma", "store", "load"), "the slot names a work item"),
+        Barrier("item_empty", ITEM_SLOTS, tuple((r, WARPS) for r in (*SOFTMAX, "correction", "mma", "store", "load")), ("scheduler",), "all have read the slot"),
+        Barrier("clc_full", 1, (("scheduler", ONCE),), ("scheduler",), "the hardware has answered", 16),
+        Barrier("rounds_full", 2 * ROUND_SLOTS, (("load", ONCE),), (*SOFTMAX, "correction", "mma"), "the slot holds a round word"),
+        Barrier("q_full", 2, (("load", ONCE),), ("mma",), "Q has landed", TILE_BYTES),
+        Barrier("q_empty", 2, (("mma", ONCE),), ("load",), "the row's last QK is done"),
+        Barrier("kv_full", KV_SLOTS, (("load", ONCE),), ("mma",), "K or V has landed", TILE_BYTES),
+        Barrier("kv_empty", KV_SLOTS, (("mma", ONCE),), ("load",), "the MMAs that read the slot are done"),
+        Barrier("s_full", 2, (("mma", ONCE),), SOFTMAX, "QK is done, and PV of the round before"),
+        Barrier("p_head_full", 2, (("softmax0", LANES), ("correction", LANES)), ("mma",), "P[:, :96] is in TMEM and O is rescaled or free"),
+        Barrier("p_tail_full", 2, (("softmax0", LANES),), ("mma",), "P[:, 96:] is in TMEM"),
+        Barrier("alpha_full", 2, (("softmax0", LANES),), ("correction",), "the factors of this round are in SMEM"),
+        Barrier("l_full", 2, (("softmax0", LANES),), ("correction",), "the row sums are in SMEM"),
+        Barrier("o_full", 2, (("mma", ONCE),), ("correction",), "the row's last PV is done"),
+        Barrier("out_full", 2, (("correction", LANES),), ("store",), "the output tile is in SMEM"),
+        Barrier("out_empty", 2, (("store", ONCE),), ("correction",), "the store has read the tile"),
+    ),
+    tmem=(
+        Region("S0", 128),
+        Region("S1", 128),
+        Region("O0", 128),
+        Region("O1", 128),
+        Region("P0", 64, over="S0"),
+        Region("P1", 64, over="S1"),
+    ),
+    smem=(
+        Region("q", 2 * TILE_BYTES),
+        Region("kv", KV_SLOTS * TILE_BYTES),
+        Region("out", 2 * TILE_BYTES),
+        Region("alpha", 2 * TILE * 4),
+        Region("l", 2 * TILE * 4),
+        Region("rounds", 2 * ROUND_SLOTS * 4),
+        Region("items", ITEM_SLOTS * 16),
+        Region("clc", 16),
+        Region("tmem_address", 16),
+        Region("barriers", 47 * 8),
+    ),
+)
+DTYPES = {"bf16": BFloat16, "fp16": Float16}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is fixed when the kernel is compiled; with a `Target` it is the cache key.
+
+    Parameters
+    ----------
+    dtype : {"bf16", "fp16"}
+        Element type of q, k, v and the output.
+    return_lse : bool
+        Write the natural-log LSE.
+    kv_sizes, q_sizes : bool
+        Whether the tables of block sizes exist.
+    persistent : {"clc", "static"}
+        Later work items come from cluster launch control, or from a grid-stride loop.
+    cubic_pairs : int
+        Of every 16 pairs of exponentials, how many are cubics on the FMA pipe (0 to 16).
+    rescale_threshold : float
+        Powers of two that a row maximum may grow before O is rescaled.
+    """
+
+    dtype: str = "bf16"
+    return_lse: bool = False
+    kv_sizes: bool = False
+    q_sizes: bool = False
+    persistent: str = "clc"
+    cubic_pairs: int = 2
+    rescale_threshold: float = 8.0
+
+
+class Tables(NamedTuple):
+    """The kernel's arguments beside the TMA descriptors. Strides are in elements."""
+
+    indices: cute.Pointer  # int32 [B, Hq, Nq, K]
+    counts: cute.Pointer  # int32 [B, Hq, Nq]
+    kv_sizes: cute.Pointer  # int32 [B, Nkv]
+    q_sizes: cute.Pointer  # int32 [Nq]
+    lse: cute.Pointer  # float32 [B, Hq, Sq], contiguous
+    indices_strides: tuple[Int64, Int64, Int64, Int64]
+    counts_strides: tuple[Int64, Int64, Int64]
+    kv_sizes_strides: tuple[Int64, Int64]
+    q_sizes_stride: Int64
+    batch: Int32
+    num_q_heads: Int32
+    group_size: Int32  # Hq / Hkv
+    num_queries: Int32
+    num_keys: Int32
+    table_width: Int32  # K
+    dense_rows: Int32
+    scale_log2: Float32  # softmax_scale * log2(e)
+
+
+class Env(NamedTuple):
+    """What a role may touch."""
+
+    tables: Tables
+    maps: tuple  # (atom, tensor) of q, k, v and the output
+    base: cute.Pointer  # shared memory
+    barriers: cute.Pointer
+    smem: Int32  # shared address of `base`
+    tmem: Int32  # tensor memory address of the allocation
+
+
+class Item(NamedTuple):
+    """A work item: Q blocks 2 * pair and 2 * pair + 1 of one head; `valid` 0 ends the kernel."""
+
+    pair: Int32
+    head: Int32
+    batch: Int32
+    valid: Int32
+
+
+class Stream(NamedTuple):
+    """How far a role is with one of the two Q tiles."""
+
+    word: Int32  # round word in work, 0: none
+    messages: Int32  # round words taken since the kernel began
+    rounds: Int32  # rounds finished since the kernel began
+    rows: Int32  # rows with at least one round finished since the kernel began
+
+
+class Ring(NamedTuple):
+    """Position in the K/V ring: slot, and parity of its current pass."""
+
+    slot: Int32
+    phase: Int32
+
+
+class Row(NamedTuple):
+    """The loader's place in one list of KV blocks: a window of 32 entries, one for each lane."""
+
+    pending: Int32  # bit of each lane whose entry is kept and not yet taken
+    block: Int32  # the lane's KV block
+    size: Int32  # the lane's valid keys
+    next: Int32  # first entry after the window
+    count: Int32  # entries of the list
+    q_block: Int32
+    kv_head: Int32
+    current: Int32  # the KV block in work
+
+
+def _stream() -> Stream:
+    return Stream(Int32(0), Int32(0), Int32(0), Int32(0))
+
+
+def _advance(ring: Ring) -> Ring:
+    wrap = Int32(ring.slot == KV_SLOTS - 1)
+    return Ring((ring.slot + 1) * (1 - wrap), ring.phase ^ wrap)
+
+
+def _read_int(pointer: cute.Pointer, offset: Int64) -> Int32:
+    return cute.arch.load(pointer + offset, Int32)
+
+
+class VsaForwardSm100:
+    """The kernel: one method for each role, in the order of the data flow."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        operands: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+        tables: Tables,
+        operand_strides: tuple,
+        grid: tuple[Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ):
+        num_q_heads, batch = tables.num_q_heads, tables.batch
+        num_kv_heads = num_q_heads // tables.group_size
+        num_kv_blocks = (tables.num_keys + TILE - 1) // TILE
+        query_shape = (tables.num_queries, HEAD_DIM, num_q_heads, batch)
+        # K and V rows are addressed inside their block, so that a negative row is out of bounds
+        # and reads as zero: a partial block lies at the end of its tile, and nothing else is read.
+        key_shape = (TILE, HEAD_DIM, num_kv_blocks, num_kv_heads, batch)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        maps = []
+        for name, pointer, strides in zip("qkvo", operands, operand_strides):
+            b, h, s = (cute.assume(stride, divby=8) for stride in strides)
+            if const_expr(name in "qo"):
+                layout = cute.make_layout(query_shape, stride=(s, 1, h, b))
+            else:
+                layout = cute.make_layout(key_shape, stride=(s, 1, s * TILE, h, b))
+            tensor = cute.make_tensor(pointer, layout)
+            op = store if name == "o" else load
+            info = cpasync.make_tiled_tma_atom(op, tensor, self.tile_layout(), (TILE, HEAD_DIM))
+            maps += [info[0], info[1]]
+        self.kernel(*maps, tables).launch(
+            grid=grid, block=[SCHEDULE.threads, 1, 1], smem=SCHEDULE.smem_bytes, stream=stream
+        )
+
+    def tile_layout(self) -> cute.ComposedLayout:
+        """Return the layout of a 128 x 128 tile in shared memory: two halves, 128-byte rows."""
+        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
+        return cute.tile_to_shape(atom, (TILE, HEAD_DIM), order=(0, 1))
+
+    def tile_at(self, env: Env, region: str, index) -> cute.Tensor:
+        """View tile number `index` of a region of shared memory."""
+        layout = self.tile_layout()
+        start = env.base + SCHEDULE.smem_offset(region) + index * TILE_BYTES
+        pointer = cute.recast_ptr(start, layout.inner, dtype=self.dtype)
+        return cute.make_tensor(pointer, layout.outer)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
+        tables: Tables,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        base = cutlass.memory.SmemAllocator().allocate(SCHEDULE.smem_bytes, 1024)
+        barriers = cute.recast_ptr(base + SCHEDULE.smem_offset("barriers"), dtype=Int64)
+        address = cute.recast_ptr(base + SCHEDULE.smem_offset("tmem_address"), dtype=Int32)
+        if warp == SCHEDULE.role("mma").first:
+            cute.arch.alloc_tmem(512, address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        if warp == SCHEDULE.role("load").first:
+            for atom in (tma_q, tma_k, tma_v, tma_o):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for barrier in SCHEDULE.barriers:
+                    for stage in range(barrier.stages):
+                        index = SCHEDULE.barrier_index(barrier.name) + stage
+                        cute.arch.mbarrier_init(barriers + index, SCHEDULE.arrivals(barrier))
+            cute.arch.mbarrier_init_fence()
+        ptx.fence_tmem_before_sync()
+        cute.arch.barrier()
+        ptx.fence_tmem_after_sync()
+        tmem = ptx.smem_load(address.toint(), Int32)
+        maps = ((tma_q, mQ), (tma_k, mK), (tma_v, mV), (tma_o, mO))
+        env = Env(tables, maps, base, barriers, Int32(base.toint()), tmem)
+
+        if warp <= SCHEDULE.role("softmax0").last:
+            cute.arch.setmaxregister_increase(SCHEDULE.role("softmax0").registers)
+            self.softmax(env, 0)
+        elif warp <= SCHEDULE.role("softmax1").last:
+            cute.arch.setmaxregister_increase(SCHEDULE.role("softmax1").registers)
+            self.softmax(env, 1)
+        elif warp <= SCHEDULE.role("correction").last:
+            cute.arch.setmaxregister_decrease(SCHEDULE.role("correction").registers)
+            self.correction(env)
+        else:
+            cute.arch.setmaxregister_decrease(SCHEDULE.role("mma").registers)
+            if warp == SCHEDULE.role("mma").first:
+                self.mma(env)
+            elif warp == SCHEDULE.role("store").first:
+                self.store(env)
+            elif warp == SCHEDULE.role("load").first:
+                self.load(env)
+            else:
+                self.scheduler(env)
+        ptx.fence_tmem_before_sync()
+        cute.arch.barrier()
+        if warp == SCHEDULE.role("mma").first:
+            pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, address)
+            cute.arch.dealloc_tmem(pointer, 512)
+
+    # ---- what the roles share ------------------------------------------------------------------
+
+    def barrier(self, env: Env, name: str, stage=0) -> cute.Pointer:
+        """Return the mbarrier of one stage."""
+        return env.barriers + (SCHEDULE.barrier_index(name) + stage)
+
+    def wait(self, env: Env, name: str, stage, phase) -> None:
+        """Block until the phase of that parity is complete."""
+        cute.arch.mbarrier_wait(self.barrier(env, name, stage), phase)
+
+    def arrive(self, env: Env, name: str, stage=0) -> None:
+        """Arrive once for the calling lane."""
+        cute.arch.mbarrier_arrive(self.barrier(env, name, stage))
+
+    def address(self, env: Env, name: str, offset=0) -> Int32:
+        """Return the shared address of a byte of a region."""
+        return env.smem + SCHEDULE.smem_offset(name) + offset
+
+    @cute.jit
+    def take_item(self, env: Env, index: Int32) -> Item:
+        """Wait for the work item number `index` of this CTA."""
+        slot = index % ITEM_SLOTS
+        self.wait(env, "item_full", slot, (index // ITEM_SLOTS) & 1)
+        item = Item(*ptx.smem_load_v4(self.address(env, "items", slot * 16)))
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.arrive(env, "item_empty", slot)
+        return item
+
+    @cute.jit
+    def take_word(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
+        """Wait for the next round word of a tile."""
+        slot = stream.messages % ROUND_SLOTS + tile * ROUND_SLOTS
+        self.wait(env, "rounds_full", slot, (stream.messages // ROUND_SLOTS) & 1)
+        word = ptx.smem_load(self.address(env, "rounds", slot * 4), Int32)
+        return Stream(word, stream.messages + 1, stream.rounds, stream.rows)
+
+    @cute.jit
+    def end_round(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
+        """Go on to the row's next round, or leave word 0 after the last one."""
+        word = stream.word
+        stream = Stream(Int32(0), stream.messages, stream.rounds + 1, stream.rows)
+        if (word & LAST) == 0:
+            stream = self.take_word(env, tile, stream)
+        else:
+            stream = Stream(Int32(0), stream.messages, stream.rounds, stream.rows + 1)
+        return stream
+
+    # ---- work items ----------------------------------------------------------------------------
+
+    @cute.jit
+    def scheduler(self, env: Env):
+        """Publish this CTA's own work item, then those of CTAs that will not be launched."""
+        tables = env.tables
+        x, y, z = cute.arch.block_idx()
+        pairs = ((tables.num_queries + TILE - 1) // TILE + 1) // 2
+        response = cute.recast_ptr(env.base + SCHEDULE.smem_offset("clc"), dtype=Int32)
+        linear = x
+        item = Item(x, y, z, Int32(1))
+        if const_expr(self.config.persistent == "static"):
+            item = self.unravel(tables, linear, pairs)
+        self.publish_item(env, Int32(0), item)
+        index = Int32(1)
+        while item.valid != 0:
+            slot = index % ITEM_SLOTS
+            self.wait(env, "item_empty", slot, ((index // ITEM_SLOTS) & 1) ^ 1)
+            if const_expr(self.config.persistent == "static"):
+                linear += cute.arch.grid_dim()[0]
+                item = self.unravel(tables, linear, pairs)
+            else:
+                with cute.arch.elect_one():
+                    clc_full = self.barrier(env, "clc_full")
+                    cute.arch.mbarrier_arrive_and_expect_tx(clc_full, 16)
+                    cute.arch.issue_clc_query(clc_full, response, multicast=False)
+                self.wait(env, "clc_full", 0, (index & 1) ^ 1)
+                item = Item(*cute.arch.clc_response(response))
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+            self.publish_item(env, index, item)
+            index += 1
+
+    def unravel(self, tables: Tables, linear: Int32, pairs: Int32) -> Item:
+        """Split a work item number: Q pair fastest, then head, then batch."""
+        rest = linear // pairs
+        batch = rest // tables.num_q_heads
+        return Item(
+            linear - rest * pairs,
+            rest - batch * tables.num_q_heads,
+            batch,
+            Int32(batch < tables.batch),
+        )
+
+    def publish_item(self, env: Env, index: Int32, item: Item) -> None:
+        """Write an item to its slot and signal it."""
+        slot = index % ITEM_SLOTS
+        with cute.arch.elect_one():
+            ptx.smem_store_v4(self.address(env, "items", slot * 16), list(item))
+            self.arrive(env, "item_full", slot)
+
+    # ---- load ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, env: Env):
+        """Walk both lists, decide what is kept, publish each round, load Q, K and V."""
+        ring = Ring(Int32(0), Int32(1))
+        stream0, stream1 = _stream(), _stream()
+        index = Int32(0)
+        item = self.take_item(env, index)
+        while item.valid != 0:
+            row0, stream0, ring = self.load_first(env, 0, item, stream0, ring)
+            row1, stream1, ring = self.load_first(env, 1, item, stream1, ring)
+            while (stream0.word | stream1.word) != 0:
+                row0, stream0, ring = self.load_round(env, 0, item, row0, stream0, ring)
+                row1, stream1, ring = self.load_round(env, 1, item, row1, stream1, ring)
+            index += 1
+            item = self.take_item(env, index)
+
+    @cute.jit
+    def load_first(self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, ring: Ring):
+        """Open a row; publish its first round and load Q and K, or publish that it has none."""
+        row = self.open_row(env, tile, item)
+        if row.pending == 0:
+            stream = self.publish_word(env, tile, stream, Int32(0))
+        else:
+            row, word = self.take_block(env, item, row)
+            stream = self.publish_word(env, tile, stream, word)
+            self.wait(env, "q_empty", tile, (stream.rows & 1) ^ 1)
+            full = self.barrier(env, "q_full", tile)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
+            source = self.query_tile(env, 0, row.q_block, item)
+            self.load_tile(env, 0, source, self.tile_at(env, "q", tile), full)
+            ring = self.load_kv(env, 1, item, row, word, ring)
+        return row, stream, ring
+
+    @cute.jit
+    def load_round(
+        self,
+        env: Env,
+        tile: cutlass.Constexpr,
+        item: Item,
+        row: Row,
+        stream: Stream,
+        ring: Ring,
+    ):
+        """Load V of the round in work; publish the next round and load its K."""
+        word = stream.word
+        if word != 0:
+            ring = self.load_kv(env, 2, item, row, word, ring)
+            if (word & LAST) == 0:
+                row, word = self.take_block(env, item, row)
+                stream = self.publish_word(env, tile, stream, word)
+                ring = self.load_kv(env, 1, item, row, word, ring)
+            else:
+                stream = Stream(Int32(0), stream.messages, stream.rounds, stream.rows + 1)
+        return row, stream, ring
+
+    @cute.jit
+    def open_row(self, env: Env, tile: cutlass.Constexpr, item: Item) -> Row:
+        """Read how many entries the list of a Q block has, and its first window."""
+        tables = env.tables
+        q_block = item.pair * 2 + tile
+        count = Int32(0)
+        if q_block * TILE < tables.num_queries:
+            if q_block < tables.dense_rows:
+                count = (tables.num_keys + TILE - 1) // TILE
+            else:
+                b, h, n = tables.counts_strides
+                offset = Int64(item.batch) * b + Int64(item.head) * h + Int64(q_block) * n
+                count = _read_int(tables.counts, offset)
+                count = cutlass.max(cutlass.min(count, tables.table_width), 0)
+            if const_expr(self.config.q_sizes):
+                if _read_int(tables.q_sizes, Int64(q_block) * tables.q_sizes_stride) <= 0:
+                    count = Int32(0)
+        zero = Int32(0)
+        row = Row(zero, zero, zero, zero, count, q_block, item.head // tables.group_size, zero)
+        return self.refill(env, item, row)
+
+    @cute.jit
+    def refill(self, env: Env, item: Item, row: Row) -> Row:
+        """Read windows of 32 entries until one holds a kept block or the list ends."""
+        tables = env.tables
+        lane = cute.arch.lane_idx()
+        num_blocks = (tables.num_keys + TILE - 1) // TILE
+        while (row.pending == 0) & (row.next < row.count):
+            entry = row.next + lane
+            block = Int32(-1)
+            size = Int32(0)
+            if entry < row.count:
+                block = entry
+                if row.q_block >= tables.dense_rows:
+                    b, h, n, k = tables.indices_strides
+                    offset = Int64(item.batch) * b + Int64(item.head) * h + Int64(row.q_block) * n
+                    block = _read_int(tables.indices, offset + Int64(entry) * k)
+            if (block >= 0) & (block < num_blocks):
+                size = cutlass.min(tables.num_keys - block * TILE, TILE)
+                if const_expr(self.config.kv_sizes):
+                    b, n = tables.kv_sizes_strides
+                    given = _read_int(tables.kv_sizes, Int64(item.batch) * b + Int64(block) * n)
+                    size = cutlass.max(cutlass.min(given, size), 0)
+            pending = Int32(cute.arch.vote_ballot_sync(size > 0))
+            row = row._replace(pending=pending, block=block, size=size, next=row.next + 32)
+        return row
+
+    @cute.jit
+    def take_block(self, env: Env, item: Item, row: Row):
+        """Take the first pending entry; return the row after it and the round word."""
+        lowest = row.pending & (0 - row.pending)
+        source = cute.arch.popc(lowest - 1)
+        block = cute.arch.shuffle_sync(row.block, source)
+        word = cute.arch.shuffle_sync(row.size, source)
+        row = self.refill(env, item, row._replace(pending=row.pending ^ lowest, current=block))
+        if row.pending == 0:
+            word = word | LAST
+        return row, word
+
+    def publish_word(self, env: Env, tile: int, stream: Stream, word: Int32) -> Stream:
+        """Tell the other roles of a tile's next round, or with word 0 that the row has none."""
+        slot = stream.messages % ROUND_SLOTS + tile * ROUND_SLOTS
+        with cute.arch.elect_one():
+            ptx.smem_store(self.address(env, "rounds", slot * 4), word)
+            self.arrive(env, "rounds_full", slot)
+        return stream._replace(word=word, messages=stream.messages + 1)
+
+    def load_kv(self, env: Env, operand: int, item: Item, row: Row, word: Int32, ring: Ring):
+        """Load K (operand 1) or V (operand 2) of the block in work, its valid rows at the end."""
+        self.wait(env, "kv_empty", ring.slot, ring.phase)
+        full = self.barrier(env, "kv_full", ring.slot)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
+        origin = ((word & (LAST - 1)) - TILE, 0, row.current, row.kv_head, item.batch)
+        source = cute.domain_offset(origin, env.maps[operand][1])[(None, None, 0, 0, 0)]
+        self.load_tile(env, operand, source, self.tile_at(env, "kv", ring.slot), full)
+        return _advance(ring)
+
+    def query_tile(self, env: Env, operand: int, q_block: Int32, item: Item) -> cute.Tensor:
+        """Return the coordinates of a tile of Q (operand 0) or of the output (operand 3)."""
+        tensor = env.maps[operand][1][(None, None, item.head, item.batch)]
+        return cute.local_tile(tensor, (TILE, HEAD_DIM), (q_block, 0))
+
+    def load_tile(self, env: Env, operand: int, source, target, full) -> None:
+        """Issue the TMA loads of one tile."""
+        target, source = self.partition(env, operand, source, target)
+        cute.copy(env.maps[operand][0], source, target, tma_bar_ptr=full)
+
+    def partition(self, env: Env, operand: int, coordinates, tile):
+        """Cut a tile in shared memory and its coordinates into TMA boxes."""
+        whole = cute.make_layout(1)
+        tile, coordinates = cute.group_modes(tile, 0, 2), cute.group_modes(coordinates, 0, 2)
+        return cpasync.tma_partition(env.maps[operand][0], 0, whole, tile, coordinates)
+
+    # ---- MMA -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def mma(self, env: Env):
+        """Issue S = Q K^T and O += P V for both tiles in turn."""
+        ring = Ring(Int32(0), Int32(0))
+        stream0, stream1 = _stream(), _stream()
+        index = Int32(0)
+        item = self.take_item(env, index)
+        while item.valid != 0:
+            stream0, ring = self.mma_first(env, 0, stream0, ring)
+            stream1, ring = self.mma_first(env, 1, stream1, ring)
+            while (stream0.word | stream1.word) != 0:
+                stream0, ring = self.mma_round(env, 0, stream0, ring)
+                stream1, ring = self.mma_round(env, 1, stream1, ring)
+            index += 1
+            item = self.take_item(env, index)
+
+    @cute.jit
+    def mma_first(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
+        """Issue the first QK of a row."""
+        stream = self.take_word(env, tile, stream)
+        if stream.word != 0:
+            self.wait(env, "q_full", tile, stream.rows & 1)
+            ring = self.issue_qk(env, tile, stream.word, ring)
+            stream = stream._replace(word=stream.word | FIRST)
+        return stream, ring
+
+    @cute.jit
+    def mma_round(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
+        """Issue PV of the round in work, then QK of the next one."""
+        if stream.word != 0:
+            ring = self.issue_pv(env, tile, stream, ring)
+            stream = self.end_round(env, tile, stream)
+            if stream.word != 0:
+                ring = self.issue_qk(env, tile, stream.word, ring)
+        return stream, ring
+
+    @cute.jit
+    def issue_qk(self, env: Env, tile: cutlass.Constexpr, word: Int32, ring: Ring):
+        """S = Q K^T, both K-major in shared memory."""
+        idesc = ptx.instruction_descriptor(self.dtype, TILE, TILE, b_mn_major=False)
+        constant = ptx.k_major_descriptor()
+        q = ptx.smem_descriptor(self.address(env, "q", tile * TILE_BYTES), constant)
+        k = ptx.smem_descriptor(self.address(env, "kv", ring.slot * TILE_BYTES), constant)
+        self.wait(env, "kv_full", ring.slot, ring.phase)
+        with cute.arch.elect_one():
+            for atom in range_constexpr(HEAD_DIM // MMA_K):
+                step = (atom % 4 * MMA_K * 2 + atom // 4 * HALF_BYTES) >> 4
+                s = env.tmem + SCHEDULE.tmem_column(f"S{tile}")
+                ptx.mma_ss(s, q + step, k + step, idesc, accumulate=atom > 0)
+            tcgen05.commit(self.barrier(env, "kv_empty", ring.slot))
+            tcgen05.commit(self.barrier(env, "s_full", tile))
+        if (word & LAST) != 0:
+            with cute.arch.elect_one():
+                tcgen05.commit(self.barrier(env, "q_empty", tile))
+        return _advance(ring)
+
+    @cute.jit
+    def issue_pv(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
+        """O += P V, P in tensor memory, V as it lies (MN-major); the last 32 keys wait for their P."""
+        idesc = ptx.instruction_descriptor(self.dtype, TILE, HEAD_DIM, b_mn_major=True)
+        constant = ptx.mn_major_descriptor(HALF_BYTES)
+        v = ptx.smem_descriptor(self.address(env, "kv", ring.slot * TILE_BYTES), constant)
+        o = env.tmem + SCHEDULE.tmem_column(f"O{tile}")
+        p = env.tmem + SCHEDULE.tmem_column(f"P{tile}")
+        self.wait(env, "kv_full", ring.slot, ring.phase)
+        for part, keys in (
+            ("p_head_full", range(0, KEYS_IN_HEAD, MMA_K)),
+            ("p_tail_full", range(KEYS_IN_HEAD, TILE, MMA_K)),
+        ):
+            self.wait(env, part, tile, stream.rounds & 1)
+            ptx.fence_tmem_after_sync()
+            with cute.arch.elect_one():
+                for key in keys:
+                    accumulate = Int32(1) if key else Int32((stream.word & FIRST) == 0)
+                    ptx.mma_ts(o, p + key // 2, v + (key * 128 >> 4), idesc, accumulate)
+        with cute.arch.elect_one():
+            tcgen05.commit(self.barrier(env, "kv_empty", ring.slot))
+        if (stream.word & LAST) != 0:
+            with cute.arch.elect_one():
+                tcgen05.commit(self.barrier(env, "o_full", tile))
+        return _advance(ring)
+
+    # ---- softmax -------------------------------------------------------------------------------
+
+    @cute.jit
+    def softmax(self, env: Env, tile: cutlass.Constexpr):
+        """Turn S into P, one row for each thread, keeping its running maximum and sum."""
+        stream = _stream()
+        index = Int32(0)
+        item = self.take_item(env, index)
+        while item.valid != 0:
+            m_log2, total = Float32(FLOOR), Float32(0.0)
+            rounds = stream.rounds
+            stream = self.take_word(env, tile, stream)
+            while stream.word != 0:
+                m_log2, total = self.softmax_round(env, tile, stream, m_log2, total)
+                stream = self.end_round(env, tile, stream)
+            if stream.rounds != rounds:
+                ptx.smem_store(self.row_address(env, "l", tile), total)
+                self.arrive(env, "l_full", tile)
+            if const_expr(self.config.return_lse):
+                self.store_lse(env, tile, item, m_log2, total)
+            index += 1
+            item = self.take_item(env, index)
+
+    def row_address(self, env: Env, region: str, tile: int) -> Int32:
+        """Return the shared address of this thread's float in `alpha` or `l`."""
+        thread = cute.arch.thread_idx()[0] % TILE
+        return self.address(env, region, (tile * TILE + thread) * 4)
+
+    def lane_address(self, env: Env, region: str) -> Int32:
+        """Return the tensor memory address of a region in the lanes that this warp can reach."""
+        quarter = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        return env.tmem + SCHEDULE.tmem_column(region) + (quarter << 21)
+
+    @cute.jit
+    def softmax_round(
+        self,
+        env: Env,
+        tile: cutlass.Constexpr,
+        stream: Stream,
+        m_log2: Float32,
+        total: Float32,
+    ):
+        """One round: maximum, factor for O, exponentials, P. Returns the new maximum and sum."""
+        scale = env.tables.scale_log2
+        s_address = self.lane_address(env, f"S{tile}")
+        self.wait(env, "s_full", tile, stream.rounds & 1)
+        ptx.fence_tmem_after_sync()
+        scores = cute.make_rmem_tensor(TILE, Float32)
+        for start in range_constexpr(0, TILE, 32):
+            for i, value in enumerate(ptx.tmem_load(s_address + start, 32)):
+                scores[start + i] = value
+        cute.arch.fence_view_async_tmem_load()
+        self.mask(scores, TILE - (stream.word & (LAST - 1)))
+
+        best = [Float32(FLOOR) for _ in range(4)]
+        for start in range_constexpr(0, TILE, 8):
+            for i in range_constexpr(4):
+                pair = start + 2 * i
+                best[i] = ptx.max3(best[i], scores[pair], scores[pair + 1])
+        best = ptx.max3(ptx.max3(best[0], best[1], best[2]), best[3], best[3]) * scale
+        new_m = cute.arch.fmax(m_log2, best)
+        growth = m_log2 - new_m
+        alpha = Float32(1.0)
+        if growth < -self.config.rescale_threshold:
+            alpha = ptx.exp2(growth)
+            m_log2 = new_m
+        ptx.smem_store(self.row_address(env, "alpha", tile), alpha)
+        self.arrive(env, "alpha_full", tile)
+
+        sums = (total * alpha, Float32(0.0))
+        for start in range_constexpr(0, TILE, 32):
+            words = []
+            for pair in range_constexpr(start, start + 32, 2):
+                x = cute.arch.fma_packed_f32x2(
+                    (scores[pair], scores[pair + 1]), (scale, scale), (-m_log2, -m_log2)
+                )
+                if const_expr(self.is_cubic(pair // 2)):
+                    x = ptx.exp2_cubic(*x)
+                else:
+                    x = (ptx.exp2(x[0]), ptx.exp2(x[1]))
+                sums = cute.arch.add_packed_f32x2(sums, x)
+                words.append(ptx.pack(*x, self.dtype))
+            ptx.tmem_store(self.lane_address(env, f"P{tile}") + start // 2, words)
+            if const_expr(start + 32 == KEYS_IN_HEAD):
+                self.publish_p(env, "p_head_full", tile)
+        self.publish_p(env, "p_tail_full", tile)
+        return m_log2, sums[0] + sums[1]
+
+    def publish_p(self, env: Env, name: str, tile: int) -> None:
+        """Signal that this thread's columns of P are in tensor memory."""
+        cute.arch.fence_view_async_tmem_store()
+        ptx.fence_tmem_before_sync()
+        self.arrive(env, name, tile)
+
+    def is_cubic(self, pair: int) -> bool:
+        """Whether a pair of exponentials goes to the FMA pipe; the last 32 keys never do."""
+        return 2 * pair < KEYS_IN_HEAD and pair % 16 >= 16 - self.config.cubic_pairs
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, lead: Int32):
+        """Set the first `lead` scores to -inf: a partial block lies at the end of its tile."""
+        if lead > 0:
+            for start in range_constexpr(0, TILE, 16):
+                if lead >= start + 16:
+                    for i in range_constexpr(16):
+                        scores[start + i] = -Float32.inf
+                elif lead > start:
+                    for i in range_constexpr(16):
+                        scores[start + i] = ptx.mask_below(scores[start + i], start + i, lead)
+
+    @cute.jit
+    def store_lse(self, env: Env, tile: cutlass.Constexpr, item: Item, m_log2: Float32, total: Float32):
+        """Write this row's LSE, -inf where no key was seen or the row is padding."""
+        tables = env.tables
+        q_block = item.pair * 2 + tile
+        thread = cute.arch.thread_idx()[0] % TILE
+        row = q_block * TILE + thread
+        if row < tables.num_queries:
+            lse = (m_log2 + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            if total == 0.0:
+                lse = -Float32.inf
+            if const_expr(self.config.q_sizes):
+                if thread >= _read_int(tables.q_sizes, Int64(q_block) * tables.q_sizes_stride):
+                    lse = -Float32.inf
+            head = Int64(item.batch) * tables.num_q_heads + item.head
+            cute.arch.store(tables.lse + (head * tables.num_queries + row), lse)
+
+    # ---- correction ----------------------------------------------------------------------------
+
+    @cute.jit
+    def correction(self, env: Env):
+        """Rescale O where a maximum grew; at the end of a row divide by the sum and hand O over."""
+        stream0, stream1 = _stream(), _stream()
+        index = Int32(0)
+        item = self.take_item(env, index)
+        while item.valid != 0:
+            stream0 = self.correct_first(env, 0, item, stream0, index)
+            stream1 = self.correct_first(env, 1, item, stream1, index)
+            while (stream0.word | stream1.word) != 0:
+                stream0 = self.correct_round(env, 0, item, stream0, index)
+                stream1 = self.correct_round(env, 1, item, stream1, index)
+            index += 1
+            item = self.take_item(env, index)
+
+    @cute.jit
+    def correct_first(
+        self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, index: Int32
+    ) -> Stream:
+        """Let the first PV overwrite O, or write the zeros of an empty row."""
+        stream = self.take_word(env, tile, stream)
+        if stream.word == 0:
+            self.wait(env, "out_empty", tile, (index & 1) ^ 1)
+            for chunk in range_constexpr(HEAD_DIM // 8):
+                ptx.smem_store_v4(self.out_address(env, tile, chunk), [Int32(0)] * 4)
+            self.publish_out(env, tile)
+        else:
+            self.wait(env, "alpha_full", tile, stream.rounds & 1)
+            self.arrive(env, "p_head_full", tile)
+        return stream
+
+    @cute.jit
+    def correct_round(
+        self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, index: Int32
+    ) -> Stream:
+        """Rescale O for the next round, or finish the row after its last one."""
+        if stream.word != 0:
+            stream = self.end_round(env, tile, stream)
+            if stream.word != 0:
+                self.wait(env, "alpha_full", tile, stream.rounds & 1)
+                alpha = ptx.smem_load(self.row_address(env, "alpha", tile), Float32)
+                if cute.arch.vote_any_sync(alpha != 1.0):
+                    self.rescale(env, tile, alpha)
+                self.arrive(env, "p_head_full", tile)
+            else:
+                self.finish(env, tile, item, stream, index)
+        return stream
+
+    @cute.jit
+    def rescale(self, env: Env, tile: cutlass.Constexpr, alpha: Float32):
+        """Multiply this thread's row of O by alpha."""
+        ptx.fence_tmem_after_sync()
+        for start in range_constexpr(0, HEAD_DIM, 32):
+            address = self.lane_address(env, f"O{tile}") + start
+            values = ptx.tmem_load(address, 32)
+            cute.arch.fence_view_async_tmem_load()
+            ptx.tmem_store(address, self.scaled(values, alpha))
+        cute.arch.fence_view_async_tmem_store()
+        ptx.fence_tmem_before_sync()
+
+    def scaled(self, values: list, factor: Float32) -> list:
+        """Multiply pairs of values by one factor."""
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [x for p in pairs for x in cute.arch.mul_packed_f32x2(p, (factor, factor))]
+
+    @cute.jit
+    def finish(self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, index: Int32):
+        """O / l, rounded, to shared memory; padding rows become 0."""
+        phase = (stream.rows & 1) ^ 1
+        self.wait(env, "l_full", tile, phase)
+        total = ptx.smem_load(self.row_address(env, "l", tile), Float32)
+        factor = Float32(0.0)
+        if total != 0.0:
+            factor = cute.arch.rcp_approx(total)
+        kept = Int32(1)
+        if const_expr(self.config.q_sizes):
+            offset = Int64(item.pair * 2 + tile) * env.tables.q_sizes_stride
+            thread = cute.arch.thread_idx()[0] % TILE
+            kept = Int32(thread < _read_int(env.tables.q_sizes, offset))
+        self.wait(env, "o_full", tile, phase)
+        self.wait(env, "out_empty", tile, (index & 1) ^ 1)
+        ptx.fence_tmem_after_sync()
+        for start in range_constexpr(0, HEAD_DIM, 32):
+            values = ptx.tmem_load(self.lane_address(env, f"O{tile}") + start, 32)
+            cute.arch.fence_view_async_tmem_load()
+            values = self.scaled(values, factor)
+            words = [ptx.pack(a, b, self.dtype) for a, b in zip(values[::2], values[1::2])]
+            if const_expr(self.config.q_sizes):
+                words = [word & (0 - kept) for word in words]
+            for chunk in range_constexpr(4):
+                address = self.out_address(env, tile, start // 8 + chunk)
+                ptx.smem_store_v4(address, words[4 * chunk : 4 * chunk + 4])
+        ptx.fence_tmem_before_sync()
+        self.publish_out(env, tile)
+
+    def out_address(self, env: Env, tile: int, chunk: int) -> Int32:
+        """Return where 16 bytes of this thread's output row lie under the 128-byte swizzle."""
+        thread = cute.arch.thread_idx()[0] % TILE
+        half, unit = divmod(chunk, 8)
+        offset = thread * 128 + ((thread % 8 ^ unit) << 4)
+        return self.address(env, "out", offset + tile * TILE_BYTES + half * HALF_BYTES)
+
+    def publish_out(self, env: Env, tile: int) -> None:
+        """Make the output tile visible to TMA and signal it."""
+        cute.arch.fence_view_async_shared()
+        self.arrive(env, "out_full", tile)
+
+    # ---- store ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, env: Env):
+        """Write finished tiles to global memory; rows past the last query are dropped by TMA."""
+        index = Int32(0)
+        item = self.take_item(env, index)
+        while item.valid != 0:
+            for tile in range_constexpr(2):
+                self.wait(env, "out_full", tile, index & 1)
+                target = self.query_tile(env, 3, item.pair * 2 + tile, item)
+                source, target = self.partition(env, 3, target, self.tile_at(env, "out", tile))
+                with cute.arch.elect_one():
+                    cute.copy(env.maps[3][0], source, target)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    self.arrive(env, "out_empty", tile)
+            index += 1
+            item = self.take_item(env, index)
+
+
+def compile_kernel(config: Config, options: str = ""):
+    gmem = cute.AddressSpace.gmem
+    pointer = lambda dtype, align: cute.runtime.make_ptr(dtype, 0, gmem, assumed_align=align)
+    ints = pointer(Int32, 4)
+    i64 = lambda n: tuple(Int64(0) for _ in range(n))
+    tables = Tables(
+        ints, ints, ints, ints, pointer(Float32, 4), i64(4), i64(3), i64(2), Int64(0),
+        *(Int32(1) for _ in range(7)), Float32(1.0),
+    )
+    operands = tuple(pointer(DTYPES[config.dtype], 16) for _ in range(4))
+    strides = tuple(i64(3) for _ in range(4))
+    grid = (Int32(1), Int32(1), Int32(1))
+    return cute.compile(VsaForwardSm100(config), operands, tables, strides, grid, cuda.CUstream(0), options=options)
