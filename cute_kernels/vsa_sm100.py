@@ -232,7 +232,11 @@ class VsaForwardSm100:
             info = cpasync.make_tiled_tma_atom(op, tensor, self.tile_layout(), (TILE, HEAD_DIM))
             maps += [info[0], info[1]]
         self.kernel(*maps, tables).launch(
-            grid=grid, block=[SCHEDULE.threads, 1, 1], smem=SCHEDULE.smem_bytes, stream=stream
+            grid=grid,
+            block=[SCHEDULE.threads, 1, 1],
+            smem=SCHEDULE.smem_bytes,
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     def tile_layout(self) -> cute.ComposedLayout:
@@ -656,7 +660,11 @@ class VsaForwardSm100:
             rounds = stream.rounds
             stream = self.take_word(env, tile, stream)
             while stream.word != 0:
-                m_log2, total = self.softmax_round(env, tile, stream, m_log2, total)
+                lead = TILE - (stream.word & (LAST - 1))
+                if lead == 0:
+                    m_log2, total = self.softmax_round(env, tile, stream, m_log2, total)
+                else:
+                    m_log2, total = self.softmax_round(env, tile, stream, m_log2, total, lead)
                 stream = self.end_round(env, tile, stream)
             if stream.rounds != rounds:
                 ptx.smem_store(self.row_address(env, "l", tile), total)
@@ -684,8 +692,12 @@ class VsaForwardSm100:
         stream: Stream,
         m_log2: Float32,
         total: Float32,
+        lead: Int32 | None = None,
     ):
-        """One round: maximum, factor for O, exponentials, P. Returns the new maximum and sum."""
+        """One round: maximum, factor for O, exponentials, P. Returns the new maximum and sum.
+
+        The first `lead` columns are masked: a partial block lies at the end of its tile.
+        """
         scale = env.tables.scale_log2
         s_address = self.lane_address(env, f"S{tile}")
         self.wait(env, "s_full", tile, stream.rounds & 1)
@@ -695,7 +707,8 @@ class VsaForwardSm100:
             for i, value in enumerate(ptx.tmem_load(s_address + start, 32)):
                 scores[start + i] = value
         cute.arch.fence_view_async_tmem_load()
-        self.mask(scores, TILE - (stream.word & (LAST - 1)))
+        if const_expr(lead is not None):
+            self.mask(scores, lead)
 
         best = [Float32(FLOOR) for _ in range(4)]
         for start in range_constexpr(0, TILE, 8):
@@ -743,15 +756,14 @@ class VsaForwardSm100:
 
     @cute.jit
     def mask(self, scores: cute.Tensor, lead: Int32):
-        """Set the first `lead` scores to -inf: a partial block lies at the end of its tile."""
-        if lead > 0:
-            for start in range_constexpr(0, TILE, 16):
-                if lead >= start + 16:
-                    for i in range_constexpr(16):
-                        scores[start + i] = -Float32.inf
-                elif lead > start:
-                    for i in range_constexpr(16):
-                        scores[start + i] = ptx.mask_below(scores[start + i], start + i, lead)
+        """Set the first `lead` scores to -inf."""
+        for start in range_constexpr(0, TILE, 16):
+            if lead >= start + 16:
+                for i in range_constexpr(16):
+                    scores[start + i] = -Float32.inf
+            elif lead > start:
+                for i in range_constexpr(16):
+                    scores[start + i] = ptx.mask_below(scores[start + i], start + i, lead)
 
     @cute.jit
     def store_lse(self, env: Env, tile: cutlass.Constexpr, item: Item, m_log2: Float32, total: Float32):
