@@ -22,12 +22,15 @@ HALF_BYTES = TILE_BYTES // 2  # 64 columns of a tile: one 128-byte swizzle atom 
 KV_SLOTS = 3
 ROUND_SLOTS = 8
 ITEM_SLOTS = 2
+STAT_SLOTS = 2
 MMA_K = 16
 KEYS_IN_HEAD = 96  # keys of P that PV may start with; the other 32 follow as the tail
 
 LAST = 256  # bit of a round word: the row's last round. The low bits are the valid keys, 0: no round
 FIRST = 512  # bit that the MMA warp adds to its copy: the row's first round
 FLOOR = -3.4e38  # running maximum before any key
+SIGN = -(2**31)  # sign bit: marks a row's sum among the factors, which are never negative
+ONE_BITS = 0x3F800000  # 1.0
 
 LANES, WARPS, ONCE = Signal.LANES, Signal.WARPS, Signal.ONCE
 SOFTMAX = ("softmax0", "softmax1")
@@ -53,8 +56,8 @@ SCHEDULE = Schedule(
         Barrier("s_full", 2, (("mma", ONCE),), SOFTMAX, "QK is done, and PV of the round before"),
         Barrier("p_head_full", 2, (("softmax0", LANES), ("correction", LANES)), ("mma",), "P[:, :96] is in TMEM and O is rescaled or free"),
         Barrier("p_tail_full", 2, (("softmax0", LANES),), ("mma",), "P[:, 96:] is in TMEM"),
-        Barrier("alpha_full", 2, (("softmax0", LANES),), ("correction",), "the factors of this round are in SMEM"),
-        Barrier("l_full", 2, (("softmax0", LANES),), ("correction",), "the row sums are in SMEM"),
+        Barrier("stat_full", 4, (("softmax0", LANES),), ("correction",), "the slot holds the factors of a round, or the row sums"),
+        Barrier("sum_empty", 2, (("correction", LANES),), SOFTMAX, "the row sums have been read"),
         Barrier("o_full", 2, (("mma", ONCE),), ("correction",), "the row's last PV is done"),
         Barrier("out_full", 2, (("correction", LANES),), ("store",), "the output tile is in SMEM"),
         Barrier("out_empty", 2, (("store", ONCE),), ("correction",), "the store has read the tile"),
@@ -71,13 +74,11 @@ SCHEDULE = Schedule(
         Region("q", 2 * TILE_BYTES),
         Region("kv", KV_SLOTS * TILE_BYTES),
         Region("out", 2 * TILE_BYTES),
-        Region("alpha", 2 * TILE * 4),
-        Region("l", 2 * TILE * 4),
+        Region("stat", 2 * STAT_SLOTS * TILE * 4),
         Region("rounds", 2 * ROUND_SLOTS * 4),
         Region("items", ITEM_SLOTS * 16),
         Region("clc", 16),
         Region("tmem_address", 16),
-        Region("barriers", 47 * 8),
     ),
 )
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -142,7 +143,6 @@ class Env(NamedTuple):
     base: cute.Pointer  # shared memory
     barriers: cute.Pointer
     smem: Int32  # shared address of `base`
-    tmem: Int32  # tensor memory address of the allocation
 
 
 class Item(NamedTuple):
@@ -283,9 +283,8 @@ class VsaForwardSm100:
         ptx.fence_tmem_before_sync()
         cute.arch.barrier()
         ptx.fence_tmem_after_sync()
-        tmem = ptx.smem_load(address.toint(), Int32)
         maps = ((tma_q, mQ), (tma_k, mK), (tma_v, mV), (tma_o, mO))
-        env = Env(tables, maps, base, barriers, Int32(base.toint()), tmem)
+        env = Env(tables, maps, base, barriers, Int32(base.toint()))
 
         if warp <= SCHEDULE.role("softmax0").last:
             cute.arch.setmaxregister_increase(SCHEDULE.role("softmax0").registers)
@@ -326,16 +325,12 @@ class VsaForwardSm100:
         """Arrive once for the calling lane."""
         cute.arch.mbarrier_arrive(self.barrier(env, name, stage))
 
-    def address(self, env: Env, name: str, offset=0) -> Int32:
-        """Return the shared address of a byte of a region."""
-        return env.smem + SCHEDULE.smem_offset(name) + offset
-
     @cute.jit
     def take_item(self, env: Env, index: Int32) -> Item:
         """Wait for the work item number `index` of this CTA."""
-        slot = index % ITEM_SLOTS
-        self.wait(env, "item_full", slot, (index // ITEM_SLOTS) & 1)
-        item = Item(*ptx.smem_load_v4(self.address(env, "items", slot * 16)))
+        slot = index & (ITEM_SLOTS - 1)
+        self.wait(env, "item_full", slot, (index >> 1) & 1)
+        item = Item(*ptx.smem_load_v4(env.smem + slot * 16, SCHEDULE.smem_offset("items")))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             self.arrive(env, "item_empty", slot)
@@ -344,9 +339,10 @@ class VsaForwardSm100:
     @cute.jit
     def take_word(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
         """Wait for the next round word of a tile."""
-        slot = stream.messages % ROUND_SLOTS + tile * ROUND_SLOTS
-        self.wait(env, "rounds_full", slot, (stream.messages // ROUND_SLOTS) & 1)
-        word = ptx.smem_load(self.address(env, "rounds", slot * 4), Int32)
+        slot = stream.messages & (ROUND_SLOTS - 1)
+        self.wait(env, "rounds_full", slot + tile * ROUND_SLOTS, (stream.messages >> 3) & 1)
+        offset = SCHEDULE.smem_offset("rounds") + tile * ROUND_SLOTS * 4
+        word = ptx.smem_load(env.smem + slot * 4, offset, Int32)
         return Stream(word, stream.messages + 1, stream.rounds, stream.rows)
 
     @cute.jit
@@ -376,8 +372,8 @@ class VsaForwardSm100:
         self.publish_item(env, Int32(0), item)
         index = Int32(1)
         while item.valid != 0:
-            slot = index % ITEM_SLOTS
-            self.wait(env, "item_empty", slot, ((index // ITEM_SLOTS) & 1) ^ 1)
+            slot = index & (ITEM_SLOTS - 1)
+            self.wait(env, "item_empty", slot, ((index >> 1) & 1) ^ 1)
             if const_expr(self.config.persistent == "static"):
                 linear += cute.arch.grid_dim()[0]
                 item = self.unravel(tables, linear, pairs)
@@ -406,9 +402,9 @@ class VsaForwardSm100:
 
     def publish_item(self, env: Env, index: Int32, item: Item) -> None:
         """Write an item to its slot and signal it."""
-        slot = index % ITEM_SLOTS
+        slot = index & (ITEM_SLOTS - 1)
         with cute.arch.elect_one():
-            ptx.smem_store_v4(self.address(env, "items", slot * 16), list(item))
+            ptx.smem_store_v4(env.smem + slot * 16, SCHEDULE.smem_offset("items"), list(item))
             self.arrive(env, "item_full", slot)
 
     # ---- load ----------------------------------------------------------------------------------
@@ -530,10 +526,11 @@ class VsaForwardSm100:
 
     def publish_word(self, env: Env, tile: int, stream: Stream, word: Int32) -> Stream:
         """Tell the other roles of a tile's next round, or with word 0 that the row has none."""
-        slot = stream.messages % ROUND_SLOTS + tile * ROUND_SLOTS
+        slot = stream.messages & (ROUND_SLOTS - 1)
+        offset = SCHEDULE.smem_offset("rounds") + tile * ROUND_SLOTS * 4
         with cute.arch.elect_one():
-            ptx.smem_store(self.address(env, "rounds", slot * 4), word)
-            self.arrive(env, "rounds_full", slot)
+            ptx.smem_store(env.smem + slot * 4, offset, word)
+            self.arrive(env, "rounds_full", slot + tile * ROUND_SLOTS)
         return stream._replace(word=word, messages=stream.messages + 1)
 
     def load_kv(self, env: Env, operand: int, item: Item, row: Row, word: Int32, ring: Ring):
@@ -605,15 +602,14 @@ class VsaForwardSm100:
     def issue_qk(self, env: Env, tile: cutlass.Constexpr, word: Int32, ring: Ring):
         """S = Q K^T, both K-major in shared memory."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, TILE, b_mn_major=False)
-        constant = ptx.k_major_descriptor()
-        q = ptx.smem_descriptor(self.address(env, "q", tile * TILE_BYTES), constant)
-        k = ptx.smem_descriptor(self.address(env, "kv", ring.slot * TILE_BYTES), constant)
+        q = self.descriptor(env, "q", tile, ptx.k_major_descriptor())
+        k = self.descriptor(env, "kv", ring.slot, ptx.k_major_descriptor())
+        # 16 columns are 32 bytes inside a 128-byte row; columns 64 to 127 are in the other half.
+        steps = [(x % 64 * 2 + x // 64 * HALF_BYTES) >> 4 for x in range(0, HEAD_DIM, MMA_K)]
         self.wait(env, "kv_full", ring.slot, ring.phase)
         with cute.arch.elect_one():
-            for atom in range_constexpr(HEAD_DIM // MMA_K):
-                step = (atom % 4 * MMA_K * 2 + atom // 4 * HALF_BYTES) >> 4
-                s = env.tmem + SCHEDULE.tmem_column(f"S{tile}")
-                ptx.mma_ss(s, q + step, k + step, idesc, accumulate=atom > 0)
+            s = Int32(SCHEDULE.tmem_column(f"S{tile}"))
+            ptx.mma_chain(s, (q,), k, idesc, steps=list(zip(steps, steps)), accumulate=Int32(0))
             tcgen05.commit(self.barrier(env, "kv_empty", ring.slot))
             tcgen05.commit(self.barrier(env, "s_full", tile))
         if (word & LAST) != 0:
@@ -625,27 +621,31 @@ class VsaForwardSm100:
     def issue_pv(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
         """O += P V, P in tensor memory, V as it lies (MN-major); the last 32 keys wait for their P."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, HEAD_DIM, b_mn_major=True)
-        constant = ptx.mn_major_descriptor(HALF_BYTES)
-        v = ptx.smem_descriptor(self.address(env, "kv", ring.slot * TILE_BYTES), constant)
-        o = env.tmem + SCHEDULE.tmem_column(f"O{tile}")
-        p = env.tmem + SCHEDULE.tmem_column(f"P{tile}")
+        v = self.descriptor(env, "kv", ring.slot, ptx.mn_major_descriptor(HALF_BYTES))
+        o = Int32(SCHEDULE.tmem_column(f"O{tile}"))
+        p = SCHEDULE.tmem_column(f"P{tile}")
         self.wait(env, "kv_full", ring.slot, ring.phase)
-        for part, keys in (
-            ("p_head_full", range(0, KEYS_IN_HEAD, MMA_K)),
-            ("p_tail_full", range(KEYS_IN_HEAD, TILE, MMA_K)),
+        for part, keys, accumulate in (
+            ("p_head_full", range(0, KEYS_IN_HEAD, MMA_K), Int32((stream.word & FIRST) == 0)),
+            ("p_tail_full", range(KEYS_IN_HEAD, TILE, MMA_K), Int32(1)),
         ):
+            columns = tuple(Int32(p + key // 2) for key in keys)
+            steps = [(0, key * 128 >> 4) for key in keys]
             self.wait(env, part, tile, stream.rounds & 1)
             ptx.fence_tmem_after_sync()
             with cute.arch.elect_one():
-                for key in keys:
-                    accumulate = Int32(1) if key else Int32((stream.word & FIRST) == 0)
-                    ptx.mma_ts(o, p + key // 2, v + (key * 128 >> 4), idesc, accumulate)
-        with cute.arch.elect_one():
-            tcgen05.commit(self.barrier(env, "kv_empty", ring.slot))
+                ptx.mma_chain(o, columns, v, idesc, steps=steps, accumulate=accumulate)
+                if const_expr(part == "p_tail_full"):
+                    tcgen05.commit(self.barrier(env, "kv_empty", ring.slot))
         if (stream.word & LAST) != 0:
             with cute.arch.elect_one():
                 tcgen05.commit(self.barrier(env, "o_full", tile))
         return _advance(ring)
+
+    def descriptor(self, env: Env, region: str, index, constant: int) -> Int64:
+        """Describe tile number `index` of a region of shared memory."""
+        address = env.smem + SCHEDULE.smem_offset(region) + index * TILE_BYTES
+        return ptx.smem_descriptor(address, constant)
 
     # ---- softmax -------------------------------------------------------------------------------
 
@@ -657,32 +657,33 @@ class VsaForwardSm100:
         item = self.take_item(env, index)
         while item.valid != 0:
             m_log2, total = Float32(FLOOR), Float32(0.0)
-            rounds = stream.rounds
             stream = self.take_word(env, tile, stream)
-            while stream.word != 0:
-                lead = TILE - (stream.word & (LAST - 1))
-                if lead == 0:
+            if stream.word != 0:
+                while stream.word != 0:
                     m_log2, total = self.softmax_round(env, tile, stream, m_log2, total)
-                else:
-                    m_log2, total = self.softmax_round(env, tile, stream, m_log2, total, lead)
-                stream = self.end_round(env, tile, stream)
-            if stream.rounds != rounds:
-                ptx.smem_store(self.row_address(env, "l", tile), total)
-                self.arrive(env, "l_full", tile)
+                    stream = self.end_round(env, tile, stream)
+                self.wait(env, "sum_empty", tile, stream.rows & 1)
+                marked = ptx.bits_float(ptx.float_bits(total) | SIGN)
+                self.publish_stat(env, tile, stream.rounds + stream.rows - 1, marked)
             if const_expr(self.config.return_lse):
                 self.store_lse(env, tile, item, m_log2, total)
             index += 1
             item = self.take_item(env, index)
 
-    def row_address(self, env: Env, region: str, tile: int) -> Int32:
-        """Return the shared address of this thread's float in `alpha` or `l`."""
-        thread = cute.arch.thread_idx()[0] % TILE
-        return self.address(env, region, (tile * TILE + thread) * 4)
+    def stat_address(self, env: Env, tile: int, message: Int32) -> tuple[Int32, int]:
+        """Return where this thread's float of a message between softmax and correction lies."""
+        thread = cute.arch.thread_idx()[0] & (TILE - 1)
+        offset = SCHEDULE.smem_offset("stat") + tile * STAT_SLOTS * TILE * 4
+        return env.smem + thread * 4 + (message & 1) * (TILE * 4), offset
 
-    def lane_address(self, env: Env, region: str) -> Int32:
-        """Return the tensor memory address of a region in the lanes that this warp can reach."""
-        quarter = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        return env.tmem + SCHEDULE.tmem_column(region) + (quarter << 21)
+    def publish_stat(self, env: Env, tile: int, message: Int32, value: Float32) -> None:
+        """Send the correction warps the factor of a round, or with its sign set a row's sum."""
+        ptx.smem_store(*self.stat_address(env, tile, message), value)
+        self.arrive(env, "stat_full", (message & 1) + tile * STAT_SLOTS)
+
+    def lanes(self) -> Int32:
+        """Return the tensor memory address of the 32 lanes that this warp can reach."""
+        return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3) << 21
 
     @cute.jit
     def softmax_round(
@@ -692,23 +693,18 @@ class VsaForwardSm100:
         stream: Stream,
         m_log2: Float32,
         total: Float32,
-        lead: Int32 | None = None,
     ):
-        """One round: maximum, factor for O, exponentials, P. Returns the new maximum and sum.
-
-        The first `lead` columns are masked: a partial block lies at the end of its tile.
-        """
+        """One round: maximum, factor for O, exponentials, P. Returns the new maximum and sum."""
         scale = env.tables.scale_log2
-        s_address = self.lane_address(env, f"S{tile}")
+        lanes, s_column = self.lanes(), SCHEDULE.tmem_column(f"S{tile}")
         self.wait(env, "s_full", tile, stream.rounds & 1)
         ptx.fence_tmem_after_sync()
-        scores = cute.make_rmem_tensor(TILE, Float32)
+        if (stream.word & TILE) == 0:
+            self.mask(lanes, s_column, TILE - (stream.word & (LAST - 1)))
+        scores = []
         for start in range_constexpr(0, TILE, 32):
-            for i, value in enumerate(ptx.tmem_load(s_address + start, 32)):
-                scores[start + i] = value
+            scores += ptx.tmem_load(lanes, s_column + start, 32)
         cute.arch.fence_view_async_tmem_load()
-        if const_expr(lead is not None):
-            self.mask(scores, lead)
 
         best = [Float32(FLOOR) for _ in range(4)]
         for start in range_constexpr(0, TILE, 8):
@@ -718,12 +714,12 @@ class VsaForwardSm100:
         best = ptx.max3(ptx.max3(best[0], best[1], best[2]), best[3], best[3]) * scale
         new_m = cute.arch.fmax(m_log2, best)
         growth = m_log2 - new_m
-        alpha = Float32(1.0)
-        if growth < -self.config.rescale_threshold:
-            alpha = ptx.exp2(growth)
-            m_log2 = new_m
-        ptx.smem_store(self.row_address(env, "alpha", tile), alpha)
-        self.arrive(env, "alpha_full", tile)
+        alpha = ptx.exp2(growth)
+        if growth >= -self.config.rescale_threshold:
+            alpha = Float32(1.0)
+            new_m = m_log2
+        m_log2 = new_m
+        self.publish_stat(env, tile, stream.rounds + stream.rows, alpha)
 
         sums = (total * alpha, Float32(0.0))
         for start in range_constexpr(0, TILE, 32):
@@ -738,7 +734,7 @@ class VsaForwardSm100:
                     x = (ptx.exp2(x[0]), ptx.exp2(x[1]))
                 sums = cute.arch.add_packed_f32x2(sums, x)
                 words.append(ptx.pack(*x, self.dtype))
-            ptx.tmem_store(self.lane_address(env, f"P{tile}") + start // 2, words)
+            ptx.tmem_store(lanes, SCHEDULE.tmem_column(f"P{tile}") + start // 2, words)
             if const_expr(start + 32 == KEYS_IN_HEAD):
                 self.publish_p(env, "p_head_full", tile)
         self.publish_p(env, "p_tail_full", tile)
@@ -755,22 +751,26 @@ class VsaForwardSm100:
         return 2 * pair < KEYS_IN_HEAD and pair % 16 >= 16 - self.config.cubic_pairs
 
     @cute.jit
-    def mask(self, scores: cute.Tensor, lead: Int32):
-        """Set the first `lead` scores to -inf."""
-        for start in range_constexpr(0, TILE, 16):
-            if lead >= start + 16:
-                for i in range_constexpr(16):
-                    scores[start + i] = -Float32.inf
-            elif lead > start:
-                for i in range_constexpr(16):
-                    scores[start + i] = ptx.mask_below(scores[start + i], start + i, lead)
+    def mask(self, lanes: Int32, column: cutlass.Constexpr, lead: Int32):
+        """Overwrite the first `lead` scores with -inf: a partial block lies at its tile's end."""
+        minus_inf = [-Float32.inf] * 16
+        address = lanes
+        end = lanes + lead
+        while address + 16 <= end:
+            ptx.tmem_store(address, column, minus_inf)
+            address += 16
+        for width in (8, 4, 2, 1):
+            if (lead & width) != 0:
+                ptx.tmem_store(address, column, minus_inf[:width])
+                address += width
+        cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
     def store_lse(self, env: Env, tile: cutlass.Constexpr, item: Item, m_log2: Float32, total: Float32):
         """Write this row's LSE, -inf where no key was seen or the row is padding."""
         tables = env.tables
         q_block = item.pair * 2 + tile
-        thread = cute.arch.thread_idx()[0] % TILE
+        thread = cute.arch.thread_idx()[0] & (TILE - 1)
         row = q_block * TILE + thread
         if row < tables.num_queries:
             lse = (m_log2 + cute.math.log2(total, fastmath=True)) * math.log(2.0)
@@ -808,12 +808,18 @@ class VsaForwardSm100:
         if stream.word == 0:
             self.wait(env, "out_empty", tile, (index & 1) ^ 1)
             for chunk in range_constexpr(HEAD_DIM // 8):
-                ptx.smem_store_v4(self.out_address(env, tile, chunk), [Int32(0)] * 4)
+                ptx.smem_store_v4(*self.out_address(env, tile, chunk), [Int32(0)] * 4)
             self.publish_out(env, tile)
         else:
-            self.wait(env, "alpha_full", tile, stream.rounds & 1)
+            self.take_stat(env, tile, stream)
             self.arrive(env, "p_head_full", tile)
         return stream
+
+    def take_stat(self, env: Env, tile: int, stream: Stream) -> Int32:
+        """Wait for the next message of the softmax warps; return the bits of this thread's float."""
+        message = stream.rounds + stream.rows
+        self.wait(env, "stat_full", (message & 1) + tile * STAT_SLOTS, (message >> 1) & 1)
+        return ptx.smem_load(*self.stat_address(env, tile, message), Int32)
 
     @cute.jit
     def correct_round(
@@ -821,15 +827,20 @@ class VsaForwardSm100:
     ) -> Stream:
         """Rescale O for the next round, or finish the row after its last one."""
         if stream.word != 0:
-            stream = self.end_round(env, tile, stream)
-            if stream.word != 0:
-                self.wait(env, "alpha_full", tile, stream.rounds & 1)
-                alpha = ptx.smem_load(self.row_address(env, "alpha", tile), Float32)
-                if cute.arch.vote_any_sync(alpha != 1.0):
-                    self.rescale(env, tile, alpha)
+            word, messages, rounds = stream.word, stream.messages, stream.rounds + 1
+            stream = Stream(word, messages, rounds, stream.rows)
+            stat = self.take_stat(env, tile, stream)
+            if cute.arch.vote_any_sync(stat != ONE_BITS):
+                if stat < 0:
+                    self.finish(env, tile, item, stream, index, ptx.bits_float(stat & ~SIGN))
+                    word = Int32(0)
+                else:
+                    self.rescale(env, tile, ptx.bits_float(stat))
+            if word != 0:
                 self.arrive(env, "p_head_full", tile)
+                stream = Stream(word, messages + 1, rounds, stream.rows)
             else:
-                self.finish(env, tile, item, stream, index)
+                stream = Stream(word, messages, rounds, stream.rows + 1)
         return stream
 
     @cute.jit
@@ -837,10 +848,10 @@ class VsaForwardSm100:
         """Multiply this thread's row of O by alpha."""
         ptx.fence_tmem_after_sync()
         for start in range_constexpr(0, HEAD_DIM, 32):
-            address = self.lane_address(env, f"O{tile}") + start
-            values = ptx.tmem_load(address, 32)
+            column = SCHEDULE.tmem_column(f"O{tile}") + start
+            values = ptx.tmem_load(self.lanes(), column, 32)
             cute.arch.fence_view_async_tmem_load()
-            ptx.tmem_store(address, self.scaled(values, alpha))
+            ptx.tmem_store(self.lanes(), column, self.scaled(values, alpha))
         cute.arch.fence_view_async_tmem_store()
         ptx.fence_tmem_before_sync()
 
@@ -850,24 +861,31 @@ class VsaForwardSm100:
         return [x for p in pairs for x in cute.arch.mul_packed_f32x2(p, (factor, factor))]
 
     @cute.jit
-    def finish(self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, index: Int32):
+    def finish(
+        self,
+        env: Env,
+        tile: cutlass.Constexpr,
+        item: Item,
+        stream: Stream,
+        index: Int32,
+        total: Float32,
+    ):
         """O / l, rounded, to shared memory; padding rows become 0."""
-        phase = (stream.rows & 1) ^ 1
-        self.wait(env, "l_full", tile, phase)
-        total = ptx.smem_load(self.row_address(env, "l", tile), Float32)
+        self.arrive(env, "sum_empty", tile)
         factor = Float32(0.0)
         if total != 0.0:
             factor = cute.arch.rcp_approx(total)
         kept = Int32(1)
         if const_expr(self.config.q_sizes):
             offset = Int64(item.pair * 2 + tile) * env.tables.q_sizes_stride
-            thread = cute.arch.thread_idx()[0] % TILE
+            thread = cute.arch.thread_idx()[0] & (TILE - 1)
             kept = Int32(thread < _read_int(env.tables.q_sizes, offset))
-        self.wait(env, "o_full", tile, phase)
+        self.wait(env, "o_full", tile, stream.rows & 1)
         self.wait(env, "out_empty", tile, (index & 1) ^ 1)
         ptx.fence_tmem_after_sync()
         for start in range_constexpr(0, HEAD_DIM, 32):
-            values = ptx.tmem_load(self.lane_address(env, f"O{tile}") + start, 32)
+            column = SCHEDULE.tmem_column(f"O{tile}") + start
+            values = ptx.tmem_load(self.lanes(), column, 32)
             cute.arch.fence_view_async_tmem_load()
             values = self.scaled(values, factor)
             words = [ptx.pack(a, b, self.dtype) for a, b in zip(values[::2], values[1::2])]
@@ -875,16 +893,16 @@ class VsaForwardSm100:
                 words = [word & (0 - kept) for word in words]
             for chunk in range_constexpr(4):
                 address = self.out_address(env, tile, start // 8 + chunk)
-                ptx.smem_store_v4(address, words[4 * chunk : 4 * chunk + 4])
+                ptx.smem_store_v4(*address, words[4 * chunk : 4 * chunk + 4])
         ptx.fence_tmem_before_sync()
         self.publish_out(env, tile)
 
-    def out_address(self, env: Env, tile: int, chunk: int) -> Int32:
+    def out_address(self, env: Env, tile: int, chunk: int) -> tuple[Int32, int]:
         """Return where 16 bytes of this thread's output row lie under the 128-byte swizzle."""
-        thread = cute.arch.thread_idx()[0] % TILE
+        thread = ptx.opaque(cute.arch.thread_idx()[0] & (TILE - 1))
         half, unit = divmod(chunk, 8)
-        offset = thread * 128 + ((thread % 8 ^ unit) << 4)
-        return self.address(env, "out", offset + tile * TILE_BYTES + half * HALF_BYTES)
+        offset = SCHEDULE.smem_offset("out") + tile * TILE_BYTES + half * HALF_BYTES
+        return env.smem + thread * 128 + (((thread & 7) ^ unit) << 4), offset
 
     def publish_out(self, env: Env, tile: int) -> None:
         """Make the output tile visible to TMA and signal it."""

@@ -42,40 +42,56 @@ def smem_descriptor(address: Int32, constant: int) -> Int64:
     return Int64(constant) | Int64((address & 0x3FFFF) >> 4)
 
 
-def mma_ss(d_tmem: Int32, a_desc: Int64, b_desc: Int64, idesc: int, *, accumulate: bool) -> None:
-    """Issue D (+)= A B with both operands in SMEM (PTX ISA, tcgen05.mma). One thread."""
-    inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; "
-        "tcgen05.mma.cta_group::1.kind::f16 [{$r0}], {$r1}, {$r2}, {$r3}, p; }",
-        read_only_args=[d_tmem, a_desc, b_desc, Int32(idesc), Int32(int(accumulate))],
-    )
+def mma_chain(
+    d_tmem: Int32, operand: tuple, b_desc: Int64, idesc: int, *, steps: list, accumulate: Int32
+) -> None:
+    """Issue D (+)= A B as one MMA for each 16 values of K (PTX ISA, tcgen05.mma). One thread.
+
+    Parameters
+    ----------
+    operand : tuple
+        The descriptor of A in shared memory, as ``(descriptor,)``, or its columns in tensor memory,
+        one for each step.
+    steps : list of (int, int)
+        What each MMA adds to the two descriptors; the first entry for A is not used in TMEM.
+    accumulate : Int32
+        0: the first MMA overwrites D. The later ones always add.
+    """
+    in_smem = len(operand) == 1
+    # Registers of our own: the compiler turns constant operands into immediates, which the MMA
+    # does not take.
+    lines = [
+        "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 d, t, i;",
+        "setp.ne.b32 p, {$r3}, 0; setp.eq.b32 q, 0, 0; mov.b32 d, {$r0}; mov.b32 i, {$r2};",
+    ]
+    for i, (a_step, b_step) in enumerate(steps):
+        if in_smem:
+            lines.append(f"add.s64 a, {{$r4}}, {a_step};" if a_step else "mov.b64 a, {$r4};")
+        else:
+            lines.append(f"mov.b32 t, {{$r{4 + i}}};")
+        lines.append(f"add.s64 b, {{$r1}}, {b_step};" if b_step else "mov.b64 b, {$r1};")
+        a, predicate = ("a" if in_smem else "[t]"), ("q" if i else "p")
+        lines.append(f"tcgen05.mma.cta_group::1.kind::f16 [d], {a}, b, i, {predicate};")
+    arguments = [d_tmem, b_desc, Int32(idesc), Int32(accumulate), *operand]
+    inline_ptx(" ".join([*lines, "}"]), read_only_args=arguments)
 
 
-def mma_ts(d_tmem: Int32, a_tmem: Int32, b_desc: Int64, idesc: int, accumulate: Int32) -> None:
-    """Issue D (+)= A B with A in TMEM (PTX ISA, tcgen05.mma). One thread."""
-    inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; "
-        "tcgen05.mma.cta_group::1.kind::f16 [{$r0}], [{$r1}], {$r2}, {$r3}, p; }",
-        read_only_args=[d_tmem, a_tmem, b_desc, Int32(idesc), Int32(accumulate)],
-    )
-
-
-def tmem_load(address: Int32, columns: int) -> list[Float32]:
-    """Start to read `columns` 32-bit columns of the thread's own lane (PTX ISA, tcgen05.ld)."""
+def tmem_load(address: Int32, column: int, columns: int) -> list[Float32]:
+    """Start to read 32-bit columns, from `column`, of the thread's lane (PTX ISA, tcgen05.ld)."""
     registers = ", ".join(f"{{$w{i}}}" for i in range(columns))
     values = inline_ptx(
-        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{registers}}}, [{{$r0}}];",
+        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{registers}}}, [{{$r0}}+{column}];",
         write_only_types=[Float32] * columns,
         read_only_args=[address],
     )
     return list(values)
 
 
-def tmem_store(address: Int32, words: list) -> None:
-    """Start to write 32-bit columns of the thread's own lane (PTX ISA, tcgen05.st)."""
+def tmem_store(address: Int32, column: int, words: list) -> None:
+    """Start to write 32-bit columns, from `column`, of the thread's lane (PTX ISA, tcgen05.st)."""
     registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
     inline_ptx(
-        f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}], {{{registers}}};",
+        f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}+{column}], {{{registers}}};",
         read_only_args=[address, *words],
     )
 
@@ -90,32 +106,54 @@ def fence_tmem_after_sync() -> None:
     inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
-def smem_store_v4(address: Int32, words: list) -> None:
+def smem_store_v4(address: Int32, offset: int, words: list) -> None:
     """Write 16 bytes to shared memory (PTX ISA, st)."""
     inline_ptx(
-        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+        f"st.shared.v4.b32 [{{$r0}}+{offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+        read_only_args=[address, *words],
     )
 
 
-def smem_load_v4(address: Int32) -> tuple:
+def smem_load_v4(address: Int32, offset: int) -> tuple:
     """Read four 32-bit words from shared memory (PTX ISA, ld)."""
     return inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        f"ld.shared.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{offset}];",
         write_only_types=[Int32] * 4,
         read_only_args=[address],
     )
 
 
-def smem_load(address: Int32, dtype: type) -> Int32 | Float32:
+def smem_load(address: Int32, offset: int, dtype: type) -> Int32 | Float32:
     """Read one 32-bit word from shared memory (PTX ISA, ld)."""
     return inline_ptx(
-        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[dtype], read_only_args=[address]
+        f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];",
+        write_only_types=[dtype],
+        read_only_args=[address],
     )
 
 
-def smem_store(address: Int32, value: Int32 | Float32) -> None:
+def smem_store(address: Int32, offset: int, value: Int32 | Float32) -> None:
     """Write one 32-bit word to shared memory (PTX ISA, st)."""
-    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+    inline_ptx(f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, value])
+
+
+def float_bits(value: Float32) -> Int32:
+    """Return the bits of a float as an integer."""
+    return inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def bits_float(value: Int32) -> Float32:
+    """Return the float with these bits."""
+    return inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value]
+    )
+
+
+def opaque(value: Int32) -> Int32:
+    """Return the value, hiding what it is, so that nothing derived from it is kept in registers."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def exp2(x: Float32) -> Float32:

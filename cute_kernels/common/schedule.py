@@ -98,7 +98,7 @@ class Schedule:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA, bytes."""
-        return sum(region.size for region in self.smem)
+        return self.smem_offset("barriers") + self.num_barriers * MBARRIER_BYTES
 
     def role(self, name: str) -> Role:
         """Look a role up."""
@@ -122,8 +122,8 @@ class Schedule:
         raise KeyError(name)
 
     def smem_offset(self, name: str) -> int:
-        """Return where a region of shared memory starts, bytes."""
-        return _offset(self.smem, name)
+        """Return where a region of shared memory starts, bytes; the barriers come last."""
+        return _offset((*self.smem, Region("barriers", 0)), name)
 
     def tmem_column(self, name: str) -> int:
         """Return the first column of a region of tensor memory."""
@@ -180,6 +180,7 @@ class Schedule:
             lines.append(f"  {first:>3}-{first + region.size - 1:<3} {region.name}{note}")
         lines.append("SMEM bytes")
         lines += [f"  {region.size:>6} {region.name}" for region in self.smem]
+        lines.append(f"  {self.num_barriers * MBARRIER_BYTES:>6} barriers")
         lines.append(f"  {self.smem_bytes:>6} in all")
         return "\n".join(lines)
 
