@@ -847,9 +847,9 @@ class VsaForwardSm100:
     def rescale(self, env: Env, tile: cutlass.Constexpr, alpha: Float32):
         """Multiply this thread's row of O by alpha."""
         ptx.fence_tmem_after_sync()
-        for start in range_constexpr(0, HEAD_DIM, 32):
+        for start in range_constexpr(0, HEAD_DIM, 16):
             column = SCHEDULE.tmem_column(f"O{tile}") + start
-            values = ptx.tmem_load(self.lanes(), column, 32)
+            values = ptx.tmem_load(self.lanes(), column, 16)
             cute.arch.fence_view_async_tmem_load()
             ptx.tmem_store(self.lanes(), column, self.scaled(values, alpha))
         cute.arch.fence_view_async_tmem_store()
@@ -883,15 +883,15 @@ class VsaForwardSm100:
         self.wait(env, "o_full", tile, stream.rows & 1)
         self.wait(env, "out_empty", tile, (index & 1) ^ 1)
         ptx.fence_tmem_after_sync()
-        for start in range_constexpr(0, HEAD_DIM, 32):
+        for start in range_constexpr(0, HEAD_DIM, 16):
             column = SCHEDULE.tmem_column(f"O{tile}") + start
-            values = ptx.tmem_load(self.lanes(), column, 32)
+            values = ptx.tmem_load(self.lanes(), column, 16)
             cute.arch.fence_view_async_tmem_load()
             values = self.scaled(values, factor)
             words = [ptx.pack(a, b, self.dtype) for a, b in zip(values[::2], values[1::2])]
             if const_expr(self.config.q_sizes):
                 words = [word & (0 - kept) for word in words]
-            for chunk in range_constexpr(4):
+            for chunk in range_constexpr(2):
                 address = self.out_address(env, tile, start // 8 + chunk)
                 ptx.smem_store_v4(*address, words[4 * chunk : 4 * chunk + 4])
         ptx.fence_tmem_before_sync()
