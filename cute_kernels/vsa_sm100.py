@@ -22,14 +22,14 @@ HALF_BYTES = TILE_BYTES // 2  # 64 columns of a tile: one 128-byte swizzle atom 
 KV_SLOTS = 3
 ROUND_SLOTS = 8
 ITEM_SLOTS = 2
-STAT_SLOTS = 2
 MMA_K = 16
 KEYS_IN_HEAD = 96  # keys of P that PV may start with; the other 32 follow as the tail
 
-LAST = 256  # bit of a round word: the row's last round. The low bits are the valid keys, 0: no round
+# A round word: its low byte counts the valid keys, its sign marks the row's last round; 0: no round.
+LAST = -(2**31)
+KEYS = 255
 FIRST = 512  # bit that the MMA warp adds to its copy: the row's first round
 FLOOR = -3.4e38  # running maximum before any key
-SIGN = -(2**31)  # sign bit: marks a row's sum among the factors, which are never negative
 ONE_BITS = 0x3F800000  # 1.0
 
 LANES, WARPS, ONCE = Signal.LANES, Signal.WARPS, Signal.ONCE
@@ -56,7 +56,8 @@ SCHEDULE = Schedule(
         Barrier("s_full", 2, (("mma", ONCE),), SOFTMAX, "QK is done, and PV of the round before"),
         Barrier("p_head_full", 2, (("softmax0", LANES), ("correction", LANES)), ("mma",), "P[:, :96] is in TMEM and O is rescaled or free"),
         Barrier("p_tail_full", 2, (("softmax0", LANES),), ("mma",), "P[:, 96:] is in TMEM"),
-        Barrier("stat_full", 4, (("softmax0", LANES),), ("correction",), "the slot holds the factors of a round, or the row sums"),
+        Barrier("alpha_full", 2, (("softmax0", LANES),), ("correction",), "the factors of a round are in SMEM"),
+        Barrier("sum_full", 2, (("softmax0", LANES),), ("correction",), "the row sums are in SMEM"),
         Barrier("sum_empty", 2, (("correction", LANES),), SOFTMAX, "the row sums have been read"),
         Barrier("o_full", 2, (("mma", ONCE),), ("correction",), "the row's last PV is done"),
         Barrier("out_full", 2, (("correction", LANES),), ("store",), "the output tile is in SMEM"),
@@ -74,8 +75,9 @@ SCHEDULE = Schedule(
         Region("q", 2 * TILE_BYTES),
         Region("kv", KV_SLOTS * TILE_BYTES),
         Region("out", 2 * TILE_BYTES),
-        Region("stat", 2 * STAT_SLOTS * TILE * 4),
-        Region("rounds", 2 * ROUND_SLOTS * 4),
+        Region("alpha", 2 * TILE * 4),
+        Region("sum", 2 * TILE * 4),
+        Region("rounds", 2 * ROUND_SLOTS * 8),
         Region("items", ITEM_SLOTS * 16),
         Region("clc", 16),
         Region("tmem_address", 16),
@@ -141,7 +143,6 @@ class Env(NamedTuple):
     tables: Tables
     maps: tuple  # (atom, tensor) of q, k, v and the output
     base: cute.Pointer  # shared memory
-    barriers: cute.Pointer
     smem: Int32  # shared address of `base`
 
 
@@ -158,7 +159,7 @@ class Stream(NamedTuple):
     """How far a role is with one of the two Q tiles."""
 
     word: Int32  # round word in work, 0: none
-    messages: Int32  # round words taken since the kernel began
+    cursor: Int32  # 8 times the round words taken since the kernel began
     rounds: Int32  # rounds finished since the kernel began
     rows: Int32  # rows with at least one round finished since the kernel began
 
@@ -166,7 +167,7 @@ class Stream(NamedTuple):
 class Ring(NamedTuple):
     """Position in the K/V ring: slot, and parity of its current pass."""
 
-    slot: Int32
+    slot: Int32  # times 8
     phase: Int32
 
 
@@ -187,9 +188,13 @@ def _stream() -> Stream:
     return Stream(Int32(0), Int32(0), Int32(0), Int32(0))
 
 
+@cute.jit
 def _advance(ring: Ring) -> Ring:
-    wrap = Int32(ring.slot == KV_SLOTS - 1)
-    return Ring((ring.slot + 1) * (1 - wrap), ring.phase ^ wrap)
+    wraps = ring.slot == 8 * (KV_SLOTS - 1)
+    slot, phase = ring.slot + 8, ring.phase
+    if wraps:
+        slot, phase = Int32(0), phase ^ 1
+    return Ring(slot, phase)
 
 
 def _read_int(pointer: cute.Pointer, offset: Int64) -> Int32:
@@ -284,7 +289,7 @@ class VsaForwardSm100:
         cute.arch.barrier()
         ptx.fence_tmem_after_sync()
         maps = ((tma_q, mQ), (tma_k, mK), (tma_v, mV), (tma_o, mO))
-        env = Env(tables, maps, base, barriers, Int32(base.toint()))
+        env = Env(tables, maps, base, Int32(base.toint()))
 
         if warp <= SCHEDULE.role("softmax0").last:
             cute.arch.setmaxregister_increase(SCHEDULE.role("softmax0").registers)
@@ -313,47 +318,50 @@ class VsaForwardSm100:
 
     # ---- what the roles share ------------------------------------------------------------------
 
-    def barrier(self, env: Env, name: str, stage=0) -> cute.Pointer:
-        """Return the mbarrier of one stage."""
-        return env.barriers + (SCHEDULE.barrier_index(name) + stage)
+    def barrier(self, env: Env, name: str, stage: int = 0, offset=None) -> cute.Pointer:
+        """Return an mbarrier, by stage or by 8 times the stage."""
+        address = env.smem if offset is None else env.smem + offset
+        first = SCHEDULE.smem_offset("barriers") + 8 * (SCHEDULE.barrier_index(name) + stage)
+        return cute.make_ptr(Int64, address + first, cute.AddressSpace.smem, assumed_align=8)
 
-    def wait(self, env: Env, name: str, stage, phase) -> None:
+    def wait(self, env: Env, name: str, stage: int, phase, offset=None) -> None:
         """Block until the phase of that parity is complete."""
-        cute.arch.mbarrier_wait(self.barrier(env, name, stage), phase)
+        cute.arch.mbarrier_wait(self.barrier(env, name, stage, offset), phase)
 
-    def arrive(self, env: Env, name: str, stage=0) -> None:
+    def arrive(self, env: Env, name: str, stage: int = 0, offset=None) -> None:
         """Arrive once for the calling lane."""
-        cute.arch.mbarrier_arrive(self.barrier(env, name, stage))
+        cute.arch.mbarrier_arrive(self.barrier(env, name, stage, offset))
 
     @cute.jit
     def take_item(self, env: Env, index: Int32) -> Item:
         """Wait for the work item number `index` of this CTA."""
-        slot = index & (ITEM_SLOTS - 1)
-        self.wait(env, "item_full", slot, (index >> 1) & 1)
-        item = Item(*ptx.smem_load_v4(env.smem + slot * 16, SCHEDULE.smem_offset("items")))
+        slot = (index & (ITEM_SLOTS - 1)) * 8
+        self.wait(env, "item_full", 0, (index >> 1) & 1, slot)
+        item = Item(*ptx.smem_load_v4(env.smem + slot * 2, SCHEDULE.smem_offset("items")))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.arrive(env, "item_empty", slot)
+            self.arrive(env, "item_empty", 0, slot)
         return item
 
     @cute.jit
     def take_word(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
         """Wait for the next round word of a tile."""
-        slot = stream.messages & (ROUND_SLOTS - 1)
-        self.wait(env, "rounds_full", slot + tile * ROUND_SLOTS, (stream.messages >> 3) & 1)
-        offset = SCHEDULE.smem_offset("rounds") + tile * ROUND_SLOTS * 4
-        word = ptx.smem_load(env.smem + slot * 4, offset, Int32)
-        return Stream(word, stream.messages + 1, stream.rounds, stream.rows)
+        slot = stream.cursor & (8 * ROUND_SLOTS - 1)
+        phase = (stream.cursor >> 6) & 1
+        self.wait(env, "rounds_full", tile * ROUND_SLOTS, phase, slot)
+        offset = SCHEDULE.smem_offset("rounds") + tile * ROUND_SLOTS * 8
+        word = ptx.smem_load(env.smem + slot, offset, Int32)
+        return Stream(word, stream.cursor + 8, stream.rounds, stream.rows)
 
     @cute.jit
     def end_round(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
         """Go on to the row's next round, or leave word 0 after the last one."""
         word = stream.word
-        stream = Stream(Int32(0), stream.messages, stream.rounds + 1, stream.rows)
-        if (word & LAST) == 0:
+        stream = Stream(Int32(0), stream.cursor, stream.rounds + 1, stream.rows)
+        if word >= 0:
             stream = self.take_word(env, tile, stream)
         else:
-            stream = Stream(Int32(0), stream.messages, stream.rounds, stream.rows + 1)
+            stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
         return stream
 
     # ---- work items ----------------------------------------------------------------------------
@@ -372,8 +380,8 @@ class VsaForwardSm100:
         self.publish_item(env, Int32(0), item)
         index = Int32(1)
         while item.valid != 0:
-            slot = index & (ITEM_SLOTS - 1)
-            self.wait(env, "item_empty", slot, ((index >> 1) & 1) ^ 1)
+            slot = (index & (ITEM_SLOTS - 1)) * 8
+            self.wait(env, "item_empty", 0, ((index >> 1) & 1) ^ 1, slot)
             if const_expr(self.config.persistent == "static"):
                 linear += cute.arch.grid_dim()[0]
                 item = self.unravel(tables, linear, pairs)
@@ -402,10 +410,10 @@ class VsaForwardSm100:
 
     def publish_item(self, env: Env, index: Int32, item: Item) -> None:
         """Write an item to its slot and signal it."""
-        slot = index & (ITEM_SLOTS - 1)
+        slot = (index & (ITEM_SLOTS - 1)) * 8
         with cute.arch.elect_one():
-            ptx.smem_store_v4(env.smem + slot * 16, SCHEDULE.smem_offset("items"), list(item))
-            self.arrive(env, "item_full", slot)
+            ptx.smem_store_v4(env.smem + slot * 2, SCHEDULE.smem_offset("items"), list(item))
+            self.arrive(env, "item_full", 0, slot)
 
     # ---- load ----------------------------------------------------------------------------------
 
@@ -457,12 +465,12 @@ class VsaForwardSm100:
         word = stream.word
         if word != 0:
             ring = self.load_kv(env, 2, item, row, word, ring)
-            if (word & LAST) == 0:
+            if word >= 0:
                 row, word = self.take_block(env, item, row)
                 stream = self.publish_word(env, tile, stream, word)
                 ring = self.load_kv(env, 1, item, row, word, ring)
             else:
-                stream = Stream(Int32(0), stream.messages, stream.rounds, stream.rows + 1)
+                stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
         return row, stream, ring
 
     @cute.jit
@@ -526,22 +534,22 @@ class VsaForwardSm100:
 
     def publish_word(self, env: Env, tile: int, stream: Stream, word: Int32) -> Stream:
         """Tell the other roles of a tile's next round, or with word 0 that the row has none."""
-        slot = stream.messages & (ROUND_SLOTS - 1)
-        offset = SCHEDULE.smem_offset("rounds") + tile * ROUND_SLOTS * 4
+        slot = stream.cursor & (8 * ROUND_SLOTS - 1)
+        offset = SCHEDULE.smem_offset("rounds") + tile * ROUND_SLOTS * 8
         with cute.arch.elect_one():
-            ptx.smem_store(env.smem + slot * 4, offset, word)
-            self.arrive(env, "rounds_full", slot + tile * ROUND_SLOTS)
-        return stream._replace(word=word, messages=stream.messages + 1)
+            ptx.smem_store(env.smem + slot, offset, word)
+            self.arrive(env, "rounds_full", tile * ROUND_SLOTS, slot)
+        return stream._replace(word=word, cursor=stream.cursor + 8)
 
     def load_kv(self, env: Env, operand: int, item: Item, row: Row, word: Int32, ring: Ring):
         """Load K (operand 1) or V (operand 2) of the block in work, its valid rows at the end."""
-        self.wait(env, "kv_empty", ring.slot, ring.phase)
-        full = self.barrier(env, "kv_full", ring.slot)
+        self.wait(env, "kv_empty", 0, ring.phase, ring.slot)
+        full = self.barrier(env, "kv_full", 0, ring.slot)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
-        origin = ((word & (LAST - 1)) - TILE, 0, row.current, row.kv_head, item.batch)
+        origin = ((word & KEYS) - TILE, 0, row.current, row.kv_head, item.batch)
         source = cute.domain_offset(origin, env.maps[operand][1])[(None, None, 0, 0, 0)]
-        self.load_tile(env, operand, source, self.tile_at(env, "kv", ring.slot), full)
+        self.load_tile(env, operand, source, self.tile_at(env, "kv", ring.slot >> 3), full)
         return _advance(ring)
 
     def query_tile(self, env: Env, operand: int, q_block: Int32, item: Item) -> cute.Tensor:
@@ -603,16 +611,16 @@ class VsaForwardSm100:
         """S = Q K^T, both K-major in shared memory."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, TILE, b_mn_major=False)
         q = self.descriptor(env, "q", tile, ptx.k_major_descriptor())
-        k = self.descriptor(env, "kv", ring.slot, ptx.k_major_descriptor())
+        k = self.descriptor(env, "kv", ring.slot >> 3, ptx.k_major_descriptor())
         # 16 columns are 32 bytes inside a 128-byte row; columns 64 to 127 are in the other half.
         steps = [(x % 64 * 2 + x // 64 * HALF_BYTES) >> 4 for x in range(0, HEAD_DIM, MMA_K)]
-        self.wait(env, "kv_full", ring.slot, ring.phase)
+        self.wait(env, "kv_full", 0, ring.phase, ring.slot)
         with cute.arch.elect_one():
-            s = Int32(SCHEDULE.tmem_column(f"S{tile}"))
-            ptx.mma_chain(s, (q,), k, idesc, steps=list(zip(steps, steps)), accumulate=Int32(0))
-            tcgen05.commit(self.barrier(env, "kv_empty", ring.slot))
+            s = SCHEDULE.tmem_column(f"S{tile}")
+            ptx.mma_chain(s, q, k, idesc, steps=list(zip(steps, steps)), accumulate=Int32(0))
+            tcgen05.commit(self.barrier(env, "kv_empty", 0, ring.slot))
             tcgen05.commit(self.barrier(env, "s_full", tile))
-        if (word & LAST) != 0:
+        if word < 0:
             with cute.arch.elect_one():
                 tcgen05.commit(self.barrier(env, "q_empty", tile))
         return _advance(ring)
@@ -621,28 +629,27 @@ class VsaForwardSm100:
     def issue_pv(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
         """O += P V, P in tensor memory, V as it lies (MN-major); the last 32 keys wait for their P."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, HEAD_DIM, b_mn_major=True)
-        v = self.descriptor(env, "kv", ring.slot, ptx.mn_major_descriptor(HALF_BYTES))
-        o = Int32(SCHEDULE.tmem_column(f"O{tile}"))
+        v = self.descriptor(env, "kv", ring.slot >> 3, ptx.mn_major_descriptor(HALF_BYTES))
+        o = SCHEDULE.tmem_column(f"O{tile}")
         p = SCHEDULE.tmem_column(f"P{tile}")
-        self.wait(env, "kv_full", ring.slot, ring.phase)
+        self.wait(env, "kv_full", 0, ring.phase, ring.slot)
         for part, keys, accumulate in (
             ("p_head_full", range(0, KEYS_IN_HEAD, MMA_K), Int32((stream.word & FIRST) == 0)),
             ("p_tail_full", range(KEYS_IN_HEAD, TILE, MMA_K), Int32(1)),
         ):
-            columns = tuple(Int32(p + key // 2) for key in keys)
-            steps = [(0, key * 128 >> 4) for key in keys]
+            steps = [(key // 2, key * 128 >> 4) for key in keys]
             self.wait(env, part, tile, stream.rounds & 1)
             ptx.fence_tmem_after_sync()
             with cute.arch.elect_one():
-                ptx.mma_chain(o, columns, v, idesc, steps=steps, accumulate=accumulate)
+                ptx.mma_chain(o, (p,), v, idesc, steps=steps, accumulate=accumulate)
                 if const_expr(part == "p_tail_full"):
-                    tcgen05.commit(self.barrier(env, "kv_empty", ring.slot))
-        if (stream.word & LAST) != 0:
+                    tcgen05.commit(self.barrier(env, "kv_empty", 0, ring.slot))
+        if stream.word < 0:
             with cute.arch.elect_one():
                 tcgen05.commit(self.barrier(env, "o_full", tile))
         return _advance(ring)
 
-    def descriptor(self, env: Env, region: str, index, constant: int) -> Int64:
+    def descriptor(self, env: Env, region: str, index, constant: int) -> tuple:
         """Describe tile number `index` of a region of shared memory."""
         address = env.smem + SCHEDULE.smem_offset(region) + index * TILE_BYTES
         return ptx.smem_descriptor(address, constant)
@@ -663,23 +670,17 @@ class VsaForwardSm100:
                     m_log2, total = self.softmax_round(env, tile, stream, m_log2, total)
                     stream = self.end_round(env, tile, stream)
                 self.wait(env, "sum_empty", tile, stream.rows & 1)
-                marked = ptx.bits_float(ptx.float_bits(total) | SIGN)
-                self.publish_stat(env, tile, stream.rounds + stream.rows - 1, marked)
+                ptx.smem_store(*self.stat_address(env, "sum", tile), total)
+                self.arrive(env, "sum_full", tile)
             if const_expr(self.config.return_lse):
                 self.store_lse(env, tile, item, m_log2, total)
             index += 1
             item = self.take_item(env, index)
 
-    def stat_address(self, env: Env, tile: int, message: Int32) -> tuple[Int32, int]:
-        """Return where this thread's float of a message between softmax and correction lies."""
+    def stat_address(self, env: Env, region: str, tile: int) -> tuple[Int32, int]:
+        """Return where this thread's float in `alpha` or `sum` lies."""
         thread = cute.arch.thread_idx()[0] & (TILE - 1)
-        offset = SCHEDULE.smem_offset("stat") + tile * STAT_SLOTS * TILE * 4
-        return env.smem + thread * 4 + (message & 1) * (TILE * 4), offset
-
-    def publish_stat(self, env: Env, tile: int, message: Int32, value: Float32) -> None:
-        """Send the correction warps the factor of a round, or with its sign set a row's sum."""
-        ptx.smem_store(*self.stat_address(env, tile, message), value)
-        self.arrive(env, "stat_full", (message & 1) + tile * STAT_SLOTS)
+        return env.smem + thread * 4, SCHEDULE.smem_offset(region) + tile * TILE * 4
 
     def lanes(self) -> Int32:
         """Return the tensor memory address of the 32 lanes that this warp can reach."""
@@ -700,7 +701,7 @@ class VsaForwardSm100:
         self.wait(env, "s_full", tile, stream.rounds & 1)
         ptx.fence_tmem_after_sync()
         if (stream.word & TILE) == 0:
-            self.mask(lanes, s_column, TILE - (stream.word & (LAST - 1)))
+            self.mask(lanes, s_column, TILE - (stream.word & KEYS))
         scores = []
         for start in range_constexpr(0, TILE, 32):
             scores += ptx.tmem_load(lanes, s_column + start, 32)
@@ -719,7 +720,10 @@ class VsaForwardSm100:
             alpha = Float32(1.0)
             new_m = m_log2
         m_log2 = new_m
-        self.publish_stat(env, tile, stream.rounds + stream.rows, alpha)
+        # alpha is never negative: its sign tells the correction warps of the row's last round.
+        marked = ptx.float_bits(alpha) | (stream.word & LAST)
+        ptx.smem_store(*self.stat_address(env, "alpha", tile), marked)
+        self.arrive(env, "alpha_full", tile)
 
         sums = (total * alpha, Float32(0.0))
         for start in range_constexpr(0, TILE, 32):
@@ -811,37 +815,36 @@ class VsaForwardSm100:
                 ptx.smem_store_v4(*self.out_address(env, tile, chunk), [Int32(0)] * 4)
             self.publish_out(env, tile)
         else:
-            self.take_stat(env, tile, stream)
+            alpha = self.take_alpha(env, tile, stream)
             self.arrive(env, "p_head_full", tile)
+            stream = Stream((alpha & LAST) | 1, stream.cursor, stream.rounds, stream.rows)
         return stream
 
-    def take_stat(self, env: Env, tile: int, stream: Stream) -> Int32:
-        """Wait for the next message of the softmax warps; return the bits of this thread's float."""
-        message = stream.rounds + stream.rows
-        self.wait(env, "stat_full", (message & 1) + tile * STAT_SLOTS, (message >> 1) & 1)
-        return ptx.smem_load(*self.stat_address(env, tile, message), Int32)
+    def take_alpha(self, env: Env, tile: int, stream: Stream) -> Int32:
+        """Wait for the factors of a round; return the bits of this thread's, marked if the last."""
+        self.wait(env, "alpha_full", tile, stream.rounds & 1)
+        return ptx.smem_load(*self.stat_address(env, "alpha", tile), Int32)
 
     @cute.jit
     def correct_round(
         self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, index: Int32
     ) -> Stream:
         """Rescale O for the next round, or finish the row after its last one."""
-        if stream.word != 0:
-            word, messages, rounds = stream.word, stream.messages, stream.rounds + 1
-            stream = Stream(word, messages, rounds, stream.rows)
-            stat = self.take_stat(env, tile, stream)
-            if cute.arch.vote_any_sync(stat != ONE_BITS):
-                if stat < 0:
-                    self.finish(env, tile, item, stream, index, ptx.bits_float(stat & ~SIGN))
-                    word = Int32(0)
-                else:
-                    self.rescale(env, tile, ptx.bits_float(stat))
-            if word != 0:
+        word, cursor, rounds, rows = stream
+        if word != 0:
+            rounds += 1
+            if word > 0:
+                alpha = self.take_alpha(env, tile, Stream(word, cursor, rounds, rows))
+                if cute.arch.vote_any_sync((alpha & ~LAST) != ONE_BITS):
+                    self.rescale(env, tile, ptx.bits_float(alpha & ~LAST))
                 self.arrive(env, "p_head_full", tile)
-                stream = Stream(word, messages + 1, rounds, stream.rows)
+                word = (alpha & LAST) | 1
+                cursor += 8
             else:
-                stream = Stream(word, messages, rounds, stream.rows + 1)
-        return stream
+                self.finish(env, tile, item, rows, index)
+                word = Int32(0)
+                rows += 1
+        return Stream(word, cursor, rounds, rows)
 
     @cute.jit
     def rescale(self, env: Env, tile: cutlass.Constexpr, alpha: Float32):
@@ -866,11 +869,12 @@ class VsaForwardSm100:
         env: Env,
         tile: cutlass.Constexpr,
         item: Item,
-        stream: Stream,
+        rows: Int32,
         index: Int32,
-        total: Float32,
     ):
         """O / l, rounded, to shared memory; padding rows become 0."""
+        self.wait(env, "sum_full", tile, rows & 1)
+        total = ptx.smem_load(*self.stat_address(env, "sum", tile), Float32)
         self.arrive(env, "sum_empty", tile)
         factor = Float32(0.0)
         if total != 0.0:
@@ -880,7 +884,7 @@ class VsaForwardSm100:
             offset = Int64(item.pair * 2 + tile) * env.tables.q_sizes_stride
             thread = cute.arch.thread_idx()[0] & (TILE - 1)
             kept = Int32(thread < _read_int(env.tables.q_sizes, offset))
-        self.wait(env, "o_full", tile, stream.rows & 1)
+        self.wait(env, "o_full", tile, rows & 1)
         self.wait(env, "out_empty", tile, (index & 1) ^ 1)
         ptx.fence_tmem_after_sync()
         for start in range_constexpr(0, HEAD_DIM, 16):

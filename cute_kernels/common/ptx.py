@@ -37,42 +37,47 @@ def instruction_descriptor(dtype: type, m: int, n: int, *, b_mn_major: bool) -> 
     return accumulator_f32 | (operand << 7) | (operand << 10) | (int(b_mn_major) << 16) | shape
 
 
-def smem_descriptor(address: Int32, constant: int) -> Int64:
-    """Put the start address of a tile into a descriptor."""
-    return Int64(constant) | Int64((address & 0x3FFFF) >> 4)
+def smem_descriptor(address: Int32, constant: int) -> tuple[Int32, int]:
+    """Put the start address of a tile into a descriptor: its low word, and its constant high word."""
+    return (address >> 4) + (constant & 0xFFFFFFFF), constant >> 32
 
 
 def mma_chain(
-    d_tmem: Int32, operand: tuple, b_desc: Int64, idesc: int, *, steps: list, accumulate: Int32
+    d_tmem: int, a: tuple, b: tuple, idesc: int, *, steps: list, accumulate: Int32
 ) -> None:
     """Issue D (+)= A B as one MMA for each 16 values of K (PTX ISA, tcgen05.mma). One thread.
 
     Parameters
     ----------
-    operand : tuple
-        The descriptor of A in shared memory, as ``(descriptor,)``, or its columns in tensor memory,
-        one for each step.
+    d_tmem : int
+        First column of D.
+    a, b : tuple
+        Descriptors (low word, high word). A in tensor memory is ``(first column,)``.
     steps : list of (int, int)
-        What each MMA adds to the two descriptors; the first entry for A is not used in TMEM.
+        What each MMA adds to the low words, or to the column, of A and B.
     accumulate : Int32
         0: the first MMA overwrites D. The later ones always add.
     """
-    in_smem = len(operand) == 1
     # Registers of our own: the compiler turns constant operands into immediates, which the MMA
     # does not take.
     lines = [
-        "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 d, t, i;",
-        "setp.ne.b32 p, {$r3}, 0; setp.eq.b32 q, 0, 0; mov.b32 d, {$r0}; mov.b32 i, {$r2};",
+        "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 d, i, x, y, h, g;",
+        "setp.ne.b32 p, {$r0}, 0; setp.eq.b32 q, 0, 0;",
+        f"mov.b32 d, {d_tmem}; mov.b32 i, {idesc}; mov.b32 h, {b[1]};",
     ]
-    for i, (a_step, b_step) in enumerate(steps):
-        if in_smem:
-            lines.append(f"add.s64 a, {{$r4}}, {a_step};" if a_step else "mov.b64 a, {$r4};")
+    if len(a) == 2:
+        lines.append(f"mov.b32 g, {a[1]};")
+    for number, (a_step, b_step) in enumerate(steps):
+        if len(a) == 2:
+            lines.append(f"add.s32 x, {{$r2}}, {a_step};" if a_step else "mov.b32 x, {$r2};")
+            lines.append("mov.b64 a, {x, g};")
         else:
-            lines.append(f"mov.b32 t, {{$r{4 + i}}};")
-        lines.append(f"add.s64 b, {{$r1}}, {b_step};" if b_step else "mov.b64 b, {$r1};")
-        a, predicate = ("a" if in_smem else "[t]"), ("q" if i else "p")
-        lines.append(f"tcgen05.mma.cta_group::1.kind::f16 [d], {a}, b, i, {predicate};")
-    arguments = [d_tmem, b_desc, Int32(idesc), Int32(accumulate), *operand]
+            lines.append(f"mov.b32 x, {a[0] + a_step};")
+        lines.append(f"add.s32 y, {{$r1}}, {b_step};" if b_step else "mov.b32 y, {$r1};")
+        operand, predicate = ("a" if len(a) == 2 else "[x]"), ("q" if number else "p")
+        lines.append("mov.b64 b, {y, h};")
+        lines.append(f"tcgen05.mma.cta_group::1.kind::f16 [d], {operand}, b, i, {predicate};")
+    arguments = [Int32(accumulate), b[0], *a[:1]] if len(a) == 2 else [Int32(accumulate), b[0]]
     inline_ptx(" ".join([*lines, "}"]), read_only_args=arguments)
 
 
@@ -211,8 +216,8 @@ def exp2_cubic(a: Float32, b: Float32) -> tuple[Float32, Float32]:
 def _scale_exponent(mantissa: Float32, exponent: Float32) -> Float32:
     """Add the integer in the low bits of `exponent` to the exponent field of `mantissa`."""
     return inline_ptx(
-        "{ .reg .b32 e, m; mov.b32 e, {$r1}; mov.b32 m, {$r0}; shl.b32 e, e, 23; "
-        "add.s32 m, m, e; mov.b32 {$w0}, m; }",
+        "{ .reg .b32 e, m; mov.b32 e, {$r1}; mov.b32 m, {$r0}; mad.lo.s32 m, e, 8388608, m; "
+        "mov.b32 {$w0}, m; }",
         write_only_types=[Float32],
         read_only_args=[mantissa, exponent],
     )
