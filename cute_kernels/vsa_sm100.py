@@ -12,7 +12,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from .common import ptx
+from .common import offline, ptx
+from .common.block_list import KEYS, LAST, Item, Row, Tables, open_row, q_size, take_block
+from .common.launch import LaunchPlan
 from .common.schedule import Barrier, Region, Role, Schedule, Signal
 
 TILE = 128  # queries of a Q block and keys of a KV block
@@ -25,9 +27,6 @@ ITEM_SLOTS = 2
 MMA_K = 16
 KEYS_IN_HEAD = 96  # keys of P that PV may start with; the other 32 follow as the tail
 
-# A round word: its low byte counts the valid keys, its sign marks the row's last round; 0: no round.
-LAST = -(2**31)
-KEYS = 255
 FIRST = 512  # bit that the MMA warp adds to its copy: the row's first round
 FLOOR = -3.4e38  # running maximum before any key
 ONE_BITS = 0x3F800000  # 1.0
@@ -115,28 +114,6 @@ class Config:
     rescale_threshold: float = 8.0
 
 
-class Tables(NamedTuple):
-    """The kernel's arguments beside the TMA descriptors. Strides are in elements."""
-
-    indices: cute.Pointer  # int32 [B, Hq, Nq, K]
-    counts: cute.Pointer  # int32 [B, Hq, Nq]
-    kv_sizes: cute.Pointer  # int32 [B, Nkv]
-    q_sizes: cute.Pointer  # int32 [Nq]
-    lse: cute.Pointer  # float32 [B, Hq, Sq], contiguous
-    indices_strides: tuple[Int64, Int64, Int64, Int64]
-    counts_strides: tuple[Int64, Int64, Int64]
-    kv_sizes_strides: tuple[Int64, Int64]
-    q_sizes_stride: Int64
-    batch: Int32
-    num_q_heads: Int32
-    group_size: Int32  # Hq / Hkv
-    num_queries: Int32
-    num_keys: Int32
-    table_width: Int32  # K
-    dense_rows: Int32
-    scale_log2: Float32  # softmax_scale * log2(e)
-
-
 class Env(NamedTuple):
     """What a role may touch."""
 
@@ -144,15 +121,6 @@ class Env(NamedTuple):
     maps: tuple  # (atom, tensor) of q, k, v and the output
     base: cute.Pointer  # shared memory
     smem: Int32  # shared address of `base`
-
-
-class Item(NamedTuple):
-    """A work item: Q blocks 2 * pair and 2 * pair + 1 of one head; `valid` 0 ends the kernel."""
-
-    pair: Int32
-    head: Int32
-    batch: Int32
-    valid: Int32
 
 
 class Stream(NamedTuple):
@@ -171,19 +139,6 @@ class Ring(NamedTuple):
     phase: Int32
 
 
-class Row(NamedTuple):
-    """The loader's place in one list of KV blocks: a window of 32 entries, one for each lane."""
-
-    pending: Int32  # bit of each lane whose entry is kept and not yet taken
-    block: Int32  # the lane's KV block
-    size: Int32  # the lane's valid keys
-    next: Int32  # first entry after the window
-    count: Int32  # entries of the list
-    q_block: Int32
-    kv_head: Int32
-    current: Int32  # the KV block in work
-
-
 def _stream() -> Stream:
     return Stream(Int32(0), Int32(0), Int32(0), Int32(0))
 
@@ -197,16 +152,13 @@ def _advance(ring: Ring) -> Ring:
     return Ring(slot, phase)
 
 
-def _read_int(pointer: cute.Pointer, offset: Int64) -> Int32:
-    return cute.arch.load(pointer + offset, Int32)
-
-
 class VsaForwardSm100:
     """The kernel: one method for each role, in the order of the data flow."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.has_sizes = (config.kv_sizes, config.q_sizes)
 
     @cute.jit
     def __call__(
@@ -436,11 +388,11 @@ class VsaForwardSm100:
     @cute.jit
     def load_first(self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, ring: Ring):
         """Open a row; publish its first round and load Q and K, or publish that it has none."""
-        row = self.open_row(env, tile, item)
+        row = open_row(env.tables, item, tile, self.has_sizes)
         if row.pending == 0:
             stream = self.publish_word(env, tile, stream, Int32(0))
         else:
-            row, word = self.take_block(env, item, row)
+            row, word = take_block(env.tables, item, row, self.has_sizes)
             stream = self.publish_word(env, tile, stream, word)
             self.wait(env, "q_empty", tile, (stream.rows & 1) ^ 1)
             full = self.barrier(env, "q_full", tile)
@@ -466,71 +418,12 @@ class VsaForwardSm100:
         if word != 0:
             ring = self.load_kv(env, 2, item, row, word, ring)
             if word >= 0:
-                row, word = self.take_block(env, item, row)
+                row, word = take_block(env.tables, item, row, self.has_sizes)
                 stream = self.publish_word(env, tile, stream, word)
                 ring = self.load_kv(env, 1, item, row, word, ring)
             else:
                 stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
         return row, stream, ring
-
-    @cute.jit
-    def open_row(self, env: Env, tile: cutlass.Constexpr, item: Item) -> Row:
-        """Read how many entries the list of a Q block has, and its first window."""
-        tables = env.tables
-        q_block = item.pair * 2 + tile
-        count = Int32(0)
-        if q_block * TILE < tables.num_queries:
-            if q_block < tables.dense_rows:
-                count = (tables.num_keys + TILE - 1) // TILE
-            else:
-                b, h, n = tables.counts_strides
-                offset = Int64(item.batch) * b + Int64(item.head) * h + Int64(q_block) * n
-                count = _read_int(tables.counts, offset)
-                count = cutlass.max(cutlass.min(count, tables.table_width), 0)
-            if const_expr(self.config.q_sizes):
-                if _read_int(tables.q_sizes, Int64(q_block) * tables.q_sizes_stride) <= 0:
-                    count = Int32(0)
-        zero = Int32(0)
-        row = Row(zero, zero, zero, zero, count, q_block, item.head // tables.group_size, zero)
-        return self.refill(env, item, row)
-
-    @cute.jit
-    def refill(self, env: Env, item: Item, row: Row) -> Row:
-        """Read windows of 32 entries until one holds a kept block or the list ends."""
-        tables = env.tables
-        lane = cute.arch.lane_idx()
-        num_blocks = (tables.num_keys + TILE - 1) // TILE
-        while (row.pending == 0) & (row.next < row.count):
-            entry = row.next + lane
-            block = Int32(-1)
-            size = Int32(0)
-            if entry < row.count:
-                block = entry
-                if row.q_block >= tables.dense_rows:
-                    b, h, n, k = tables.indices_strides
-                    offset = Int64(item.batch) * b + Int64(item.head) * h + Int64(row.q_block) * n
-                    block = _read_int(tables.indices, offset + Int64(entry) * k)
-            if (block >= 0) & (block < num_blocks):
-                size = cutlass.min(tables.num_keys - block * TILE, TILE)
-                if const_expr(self.config.kv_sizes):
-                    b, n = tables.kv_sizes_strides
-                    given = _read_int(tables.kv_sizes, Int64(item.batch) * b + Int64(block) * n)
-                    size = cutlass.max(cutlass.min(given, size), 0)
-            pending = Int32(cute.arch.vote_ballot_sync(size > 0))
-            row = row._replace(pending=pending, block=block, size=size, next=row.next + 32)
-        return row
-
-    @cute.jit
-    def take_block(self, env: Env, item: Item, row: Row):
-        """Take the first pending entry; return the row after it and the round word."""
-        lowest = row.pending & (0 - row.pending)
-        source = cute.arch.popc(lowest - 1)
-        block = cute.arch.shuffle_sync(row.block, source)
-        word = cute.arch.shuffle_sync(row.size, source)
-        row = self.refill(env, item, row._replace(pending=row.pending ^ lowest, current=block))
-        if row.pending == 0:
-            word = word | LAST
-        return row, word
 
     def publish_word(self, env: Env, tile: int, stream: Stream, word: Int32) -> Stream:
         """Tell the other roles of a tile's next round, or with word 0 that the row has none."""
@@ -781,7 +674,7 @@ class VsaForwardSm100:
             if total == 0.0:
                 lse = -Float32.inf
             if const_expr(self.config.q_sizes):
-                if thread >= _read_int(tables.q_sizes, Int64(q_block) * tables.q_sizes_stride):
+                if thread >= q_size(tables, q_block):
                     lse = -Float32.inf
             head = Int64(item.batch) * tables.num_q_heads + item.head
             cute.arch.store(tables.lse + (head * tables.num_queries + row), lse)
@@ -881,9 +774,8 @@ class VsaForwardSm100:
             factor = cute.arch.rcp_approx(total)
         kept = Int32(1)
         if const_expr(self.config.q_sizes):
-            offset = Int64(item.pair * 2 + tile) * env.tables.q_sizes_stride
             thread = cute.arch.thread_idx()[0] & (TILE - 1)
-            kept = Int32(thread < _read_int(env.tables.q_sizes, offset))
+            kept = Int32(thread < q_size(env.tables, item.pair * 2 + tile))
         self.wait(env, "o_full", tile, rows & 1)
         self.wait(env, "out_empty", tile, (index & 1) ^ 1)
         ptx.fence_tmem_after_sync()

@@ -1,0 +1,141 @@
+"""One VSA call as plain numbers: what both architectures' kernels and their launch plans start from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .common.launch import TensorMap
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 128  # queries of a Q block and keys of a KV block
+HEAD_DIM = 128
+_HALF_ROW = 64  # elements of a 128-byte swizzle row
+_ITEM_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One of q, k, v and the output: its address, and strides in elements of batch, head, token."""
+
+    address: int
+    strides: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Table:
+    """An int32 table: its address, 0 where there is none, and its strides in elements."""
+
+    address: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Addresses, shapes, strides and scalars of a call; `tensors` keeps the memory alive."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    out: Operand
+    indices: Table  # [B, Hq, Nq, K]
+    counts: Table  # [B, Hq, Nq]
+    kv_sizes: Table  # [B, Nkv]
+    q_sizes: Table  # [Nq]
+    lse_address: int  # float32 [B, Hq, Sq], contiguous
+    batch: int
+    num_q_heads: int
+    group_size: int
+    num_queries: int
+    num_keys: int
+    table_width: int
+    dense_rows: int
+    scale_log2: float
+    tensors: tuple = field(repr=False, compare=False)
+
+    @property
+    def num_q_blocks(self) -> int:
+        """Q blocks of a head, Nq."""
+        return -(-self.num_queries // BLOCK)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """KV blocks of a head, Nkv."""
+        return -(-self.num_keys // BLOCK)
+
+    def query_map(self, operand: Operand, dtype: str) -> TensorMap:
+        """Describe q or the output: rows past the last query read as 0 and are not written."""
+        b, h, s = (stride * _ITEM_BYTES for stride in operand.strides)
+        dims = (HEAD_DIM, self.num_queries, self.num_q_heads, self.batch)
+        return TensorMap(operand.address, dtype, dims, (s, h, b), (_HALF_ROW, BLOCK, 1, 1))
+
+    def key_map(self, operand: Operand, dtype: str) -> TensorMap:
+        """Describe k or v with the row inside its block as a dim, so that row -1 reads as 0."""
+        b, h, s = (stride * _ITEM_BYTES for stride in operand.strides)
+        heads = self.num_q_heads // self.group_size
+        dims = (HEAD_DIM, BLOCK, self.num_kv_blocks, heads, self.batch)
+        strides = (s, s * BLOCK, h, b)
+        return TensorMap(operand.address, dtype, dims, strides, (_HALF_ROW, BLOCK, 1, 1, 1))
+
+
+def arguments_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    selection: Any,
+    *,
+    softmax_scale: float,
+    lse: Tensor | None = None,
+) -> Arguments:
+    """Take a validated call apart.
+
+    Parameters
+    ----------
+    q, k, v, out : Tensor, bfloat16 or float16
+        In the layout that `selection` names; strides are kept, nothing is copied.
+    selection : BlockSelection
+        Block size 128.
+    softmax_scale : float
+        Factor of the scores.
+    lse : Tensor, float32 [B, Hq, Sq], contiguous, optional
+        Where the natural-log LSE goes.
+    """
+    head, token = (1, 2) if selection.layout == "bhsd" else (2, 1)
+
+    def operand(tensor: Tensor) -> Operand:
+        dims = (0, head, token)
+        # A dim of size 1 has no stride; a descriptor still wants one that is a multiple of 16 bytes.
+        strides = tuple(tensor.stride(d) if tensor.shape[d] > 1 else HEAD_DIM for d in dims)
+        return Operand(tensor.data_ptr(), (strides[0], strides[1], strides[2]))
+
+    def table(tensor: Tensor | None, rank: int) -> Table:
+        if tensor is None:
+            return Table(0, (0,) * rank)
+        missing = (0,) * (rank - tensor.dim())
+        return Table(tensor.data_ptr(), (*missing, *tensor.stride()))
+
+    sizes, rows = selection.kv_block_sizes, selection.q_block_sizes
+    return Arguments(
+        q=operand(q),
+        k=operand(k),
+        v=operand(v),
+        out=operand(out),
+        indices=table(selection.q2k_indices, 4),
+        counts=table(selection.q2k_counts, 3),
+        kv_sizes=table(sizes, 2),
+        q_sizes=table(rows, 1),
+        lse_address=0 if lse is None else lse.data_ptr(),
+        batch=q.shape[0],
+        num_q_heads=q.shape[head],
+        group_size=q.shape[head] // k.shape[head],
+        num_queries=q.shape[token],
+        num_keys=k.shape[token],
+        table_width=selection.q2k_indices.shape[3],
+        dense_rows=selection.dense_rows,
+        scale_log2=softmax_scale * math.log2(math.e),
+        tensors=(q, k, v, out, lse, selection),
+    )
