@@ -66,6 +66,41 @@ class Arguments:
         """KV blocks of a head, Nkv."""
         return -(-self.num_keys // BLOCK)
 
+    @property
+    def tables(self) -> tuple[Table, Table, Table, Table]:
+        """The int32 tables, in the order of the kernel's parameters."""
+        return (self.indices, self.counts, self.kv_sizes, self.q_sizes)
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """The integers, in the order of the kernel's parameters."""
+        return (
+            self.batch,
+            self.num_q_heads,
+            self.group_size,
+            self.num_queries,
+            self.num_keys,
+            self.table_width,
+            self.dense_rows,
+        )
+
+    def kernel_parameters(self, dtype: str) -> tuple[TensorMap | int | float | None, ...]:
+        """Return the parameters of the kernel, in order; None is the extents of a TMA tensor."""
+        maps = (
+            self.query_map(self.q, dtype),
+            self.key_map(self.k, dtype),
+            self.key_map(self.v, dtype),
+            self.query_map(self.out, dtype),
+        )
+        return (
+            *(x for tensor_map in maps for x in (tensor_map, None)),
+            *(table.address for table in self.tables),
+            self.lse_address,
+            *(stride for table in self.tables for stride in table.strides),
+            *self.scalars,
+            self.scale_log2,
+        )
+
     def query_map(self, operand: Operand, dtype: str) -> TensorMap:
         """Describe q or the output: rows past the last query read as 0 and are not written."""
         b, h, s = (stride * _ITEM_BYTES for stride in operand.strides)
@@ -79,6 +114,13 @@ class Arguments:
         dims = (HEAD_DIM, BLOCK, self.num_kv_blocks, heads, self.batch)
         strides = (s, s * BLOCK, h, b)
         return TensorMap(operand.address, dtype, dims, strides, (_HALF_ROW, BLOCK, 1, 1, 1))
+
+
+_NOTHING = Operand(0, (0, 0, 0))
+# A call without tensors: what a kernel is compiled with.
+NO_ARGUMENTS = Arguments(
+    *[_NOTHING] * 4, *(Table(0, (0,) * rank) for rank in (4, 3, 2, 1)), 0, *[1] * 7, 1.0, ()
+)
 
 
 def arguments_of(

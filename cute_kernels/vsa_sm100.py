@@ -1,10 +1,10 @@
-"""Block-sparse attention forward with 128 x 128 tiles for Blackwell (VSA, one list for a Q block)."""
+"""DOC"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -12,27 +12,28 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from .common import offline, ptx
+from .common import offline, ptx, softmax
 from .common.block_list import KEYS, LAST, Item, Row, Tables, open_row, q_size, take_block
 from .common.launch import LaunchPlan
-from .common.schedule import Barrier, Region, Role, Schedule, Signal
+from .common.persistent import ITEM_SLOTS, Env, PersistentKernel, item_barriers
+from .common.schedule import Barrier, Region, Role, Schedule, lanes, once
+from .common.target import Target
+from .vsa_arguments import BLOCK, HEAD_DIM, NO_ARGUMENTS, Arguments
+from .vsa_host import host_values, make_maps
 
-TILE = 128  # queries of a Q block and keys of a KV block
-HEAD_DIM = 128
+TILE = BLOCK  # rows and columns of a tile of scores
 TILE_BYTES = TILE * HEAD_DIM * 2
 HALF_BYTES = TILE_BYTES // 2  # 64 columns of a tile: one 128-byte swizzle atom wide
 KV_SLOTS = 3
 ROUND_SLOTS = 8
-ITEM_SLOTS = 2
 MMA_K = 16
 KEYS_IN_HEAD = 96  # keys of P that PV may start with; the other 32 follow as the tail
 
 FIRST = 512  # bit that the MMA warp adds to its copy: the row's first round
-FLOOR = -3.4e38  # running maximum before any key
 ONE_BITS = 0x3F800000  # 1.0
 
-LANES, WARPS, ONCE = Signal.LANES, Signal.WARPS, Signal.ONCE
-SOFTMAX = ("softmax0", "softmax1")
+SOFTMAX = ("softmax0", "softmax1")  # of tile 0 and tile 1: alike, so that arrivals name the first
+P_HEAD_READY = "P[:, :96] is in TMEM, and O is rescaled or free"
 SCHEDULE = Schedule(
     roles=(
         Role("softmax0", 0, 4, 192),
@@ -44,23 +45,27 @@ SCHEDULE = Schedule(
         Role("scheduler", 15, 1, 48),
     ),
     barriers=(
-        Barrier("item_full", ITEM_SLOTS, (("scheduler", ONCE),), (*SOFTMAX, "correction", "mma", "store", "load"), "the slot names a work item"),
-        Barrier("item_empty", ITEM_SLOTS, tuple((r, WARPS) for r in (*SOFTMAX, "correction", "mma", "store", "load")), ("scheduler",), "all have read the slot"),
-        Barrier("clc_full", 1, (("scheduler", ONCE),), ("scheduler",), "the hardware has answered", 16),
-        Barrier("rounds_full", 2 * ROUND_SLOTS, (("load", ONCE),), (*SOFTMAX, "correction", "mma"), "the slot holds a round word"),
-        Barrier("q_full", 2, (("load", ONCE),), ("mma",), "Q has landed", TILE_BYTES),
-        Barrier("q_empty", 2, (("mma", ONCE),), ("load",), "the row's last QK is done"),
-        Barrier("kv_full", KV_SLOTS, (("load", ONCE),), ("mma",), "K or V has landed", TILE_BYTES),
-        Barrier("kv_empty", KV_SLOTS, (("mma", ONCE),), ("load",), "the MMAs that read the slot are done"),
-        Barrier("s_full", 2, (("mma", ONCE),), SOFTMAX, "QK is done, and PV of the round before"),
-        Barrier("p_head_full", 2, (("softmax0", LANES), ("correction", LANES)), ("mma",), "P[:, :96] is in TMEM and O is rescaled or free"),
-        Barrier("p_tail_full", 2, (("softmax0", LANES),), ("mma",), "P[:, 96:] is in TMEM"),
-        Barrier("alpha_full", 2, (("softmax0", LANES),), ("correction",), "the factors of a round are in SMEM"),
-        Barrier("sum_full", 2, (("softmax0", LANES),), ("correction",), "the row sums are in SMEM"),
-        Barrier("sum_empty", 2, (("correction", LANES),), SOFTMAX, "the row sums have been read"),
-        Barrier("o_full", 2, (("mma", ONCE),), ("correction",), "the row's last PV is done"),
-        Barrier("out_full", 2, (("correction", LANES),), ("store",), "the output tile is in SMEM"),
-        Barrier("out_empty", 2, (("store", ONCE),), ("correction",), "the store has read the tile"),
+        *item_barriers((*SOFTMAX, "correction", "mma", "store", "load")),
+        Barrier(
+            "rounds_full",
+            2 * ROUND_SLOTS,
+            once("load"),
+            (*SOFTMAX, "correction", "mma"),
+            "the slot holds a round word",
+        ),
+        Barrier("q_full", 2, once("load"), ("mma",), "Q has landed", TILE_BYTES),
+        Barrier("q_empty", 2, once("mma"), ("load",), "the row's last QK is done"),
+        Barrier("kv_full", KV_SLOTS, once("load"), ("mma",), "K or V has landed", TILE_BYTES),
+        Barrier("kv_empty", KV_SLOTS, once("mma"), ("load",), "the slot's MMAs are done"),
+        Barrier("s_full", 2, once("mma"), SOFTMAX, "QK is done, and PV of the round before"),
+        Barrier("p_head_full", 2, lanes("softmax0", "correction"), ("mma",), P_HEAD_READY),
+        Barrier("p_tail_full", 2, lanes("softmax0"), ("mma",), "P[:, 96:] is in TMEM"),
+        Barrier("alpha_full", 2, lanes("softmax0"), ("correction",), "a round's factors of O"),
+        Barrier("sum_full", 2, lanes("softmax0"), ("correction",), "a row's sums of P"),
+        Barrier("sum_empty", 2, lanes("correction"), SOFTMAX, "the sums have been read"),
+        Barrier("o_full", 2, once("mma"), ("correction",), "the row's last PV is done"),
+        Barrier("out_full", 2, lanes("correction"), ("store",), "the output tile is in SMEM"),
+        Barrier("out_empty", 2, once("store"), ("correction",), "the store has read the tile"),
     ),
     tmem=(
         Region("S0", 128),
@@ -113,14 +118,16 @@ class Config:
     cubic_pairs: int = 2
     rescale_threshold: float = 8.0
 
-
-class Env(NamedTuple):
-    """What a role may touch."""
-
-    tables: Tables
-    maps: tuple  # (atom, tensor) of q, k, v and the output
-    base: cute.Pointer  # shared memory
-    smem: Int32  # shared address of `base`
+    def check(self) -> None:
+        """Raise ValueError where a field is out of range."""
+        choices = (("dtype", tuple(DTYPES)), ("persistent", ("clc", "static")))
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if not 0 <= self.cubic_pairs <= 16:
+            raise ValueError(f"cubic_pairs must be in 0..16, got {self.cubic_pairs}")
+        if not 0 <= self.rescale_threshold <= 8:
+            raise ValueError(f"rescale_threshold must be in 0..8, got {self.rescale_threshold}")
 
 
 class Stream(NamedTuple):
@@ -152,10 +159,11 @@ def _advance(ring: Ring) -> Ring:
     return Ring(slot, phase)
 
 
-class VsaForwardSm100:
+class VsaForwardSm100(PersistentKernel):
     """The kernel: one method for each role, in the order of the data flow."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__(SCHEDULE, config.persistent)
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.has_sizes = (config.kv_sizes, config.q_sizes)
@@ -169,25 +177,7 @@ class VsaForwardSm100:
         grid: tuple[Int32, Int32, Int32],
         stream: cuda.CUstream,
     ):
-        num_q_heads, batch = tables.num_q_heads, tables.batch
-        num_kv_heads = num_q_heads // tables.group_size
-        num_kv_blocks = (tables.num_keys + TILE - 1) // TILE
-        query_shape = (tables.num_queries, HEAD_DIM, num_q_heads, batch)
-        # K and V rows are addressed inside their block, so that a negative row is out of bounds
-        # and reads as zero: a partial block lies at the end of its tile, and nothing else is read.
-        key_shape = (TILE, HEAD_DIM, num_kv_blocks, num_kv_heads, batch)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        maps = []
-        for name, pointer, strides in zip("qkvo", operands, operand_strides):
-            b, h, s = (cute.assume(stride, divby=8) for stride in strides)
-            if const_expr(name in "qo"):
-                layout = cute.make_layout(query_shape, stride=(s, 1, h, b))
-            else:
-                layout = cute.make_layout(key_shape, stride=(s, 1, s * TILE, h, b))
-            tensor = cute.make_tensor(pointer, layout)
-            op = store if name == "o" else load
-            info = cpasync.make_tiled_tma_atom(op, tensor, self.tile_layout(), (TILE, HEAD_DIM))
-            maps += [info[0], info[1]]
+        maps = make_maps(operands, operand_strides, tables, self.tile_layout())
         self.kernel(*maps, tables).launch(
             grid=grid,
             block=[SCHEDULE.threads, 1, 1],
@@ -223,7 +213,6 @@ class VsaForwardSm100:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = cutlass.memory.SmemAllocator().allocate(SCHEDULE.smem_bytes, 1024)
-        barriers = cute.recast_ptr(base + SCHEDULE.smem_offset("barriers"), dtype=Int64)
         address = cute.recast_ptr(base + SCHEDULE.smem_offset("tmem_address"), dtype=Int32)
         if warp == SCHEDULE.role("mma").first:
             cute.arch.alloc_tmem(512, address)
@@ -231,12 +220,7 @@ class VsaForwardSm100:
         if warp == SCHEDULE.role("load").first:
             for atom in (tma_q, tma_k, tma_v, tma_o):
                 cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                for barrier in SCHEDULE.barriers:
-                    for stage in range(barrier.stages):
-                        index = SCHEDULE.barrier_index(barrier.name) + stage
-                        cute.arch.mbarrier_init(barriers + index, SCHEDULE.arrivals(barrier))
-            cute.arch.mbarrier_init_fence()
+            self.init_barriers(base)
         ptx.fence_tmem_before_sync()
         cute.arch.barrier()
         ptx.fence_tmem_after_sync()
@@ -268,32 +252,7 @@ class VsaForwardSm100:
             pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, address)
             cute.arch.dealloc_tmem(pointer, 512)
 
-    # ---- what the roles share ------------------------------------------------------------------
-
-    def barrier(self, env: Env, name: str, stage: int = 0, offset=None) -> cute.Pointer:
-        """Return an mbarrier, by stage or by 8 times the stage."""
-        address = env.smem if offset is None else env.smem + offset
-        first = SCHEDULE.smem_offset("barriers") + 8 * (SCHEDULE.barrier_index(name) + stage)
-        return cute.make_ptr(Int64, address + first, cute.AddressSpace.smem, assumed_align=8)
-
-    def wait(self, env: Env, name: str, stage: int, phase, offset=None) -> None:
-        """Block until the phase of that parity is complete."""
-        cute.arch.mbarrier_wait(self.barrier(env, name, stage, offset), phase)
-
-    def arrive(self, env: Env, name: str, stage: int = 0, offset=None) -> None:
-        """Arrive once for the calling lane."""
-        cute.arch.mbarrier_arrive(self.barrier(env, name, stage, offset))
-
-    @cute.jit
-    def take_item(self, env: Env, index: Int32) -> Item:
-        """Wait for the work item number `index` of this CTA."""
-        slot = (index & (ITEM_SLOTS - 1)) * 8
-        self.wait(env, "item_full", 0, (index >> 1) & 1, slot)
-        item = Item(*ptx.smem_load_v4(env.smem + slot * 2, SCHEDULE.smem_offset("items")))
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            self.arrive(env, "item_empty", 0, slot)
-        return item
+    # ---- rounds, as all roles see them ---------------------------------------------------------
 
     @cute.jit
     def take_word(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
@@ -315,57 +274,6 @@ class VsaForwardSm100:
         else:
             stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
         return stream
-
-    # ---- work items ----------------------------------------------------------------------------
-
-    @cute.jit
-    def scheduler(self, env: Env):
-        """Publish this CTA's own work item, then those of CTAs that will not be launched."""
-        tables = env.tables
-        x, y, z = cute.arch.block_idx()
-        pairs = ((tables.num_queries + TILE - 1) // TILE + 1) // 2
-        response = cute.recast_ptr(env.base + SCHEDULE.smem_offset("clc"), dtype=Int32)
-        linear = x
-        item = Item(x, y, z, Int32(1))
-        if const_expr(self.config.persistent == "static"):
-            item = self.unravel(tables, linear, pairs)
-        self.publish_item(env, Int32(0), item)
-        index = Int32(1)
-        while item.valid != 0:
-            slot = (index & (ITEM_SLOTS - 1)) * 8
-            self.wait(env, "item_empty", 0, ((index >> 1) & 1) ^ 1, slot)
-            if const_expr(self.config.persistent == "static"):
-                linear += cute.arch.grid_dim()[0]
-                item = self.unravel(tables, linear, pairs)
-            else:
-                with cute.arch.elect_one():
-                    clc_full = self.barrier(env, "clc_full")
-                    cute.arch.mbarrier_arrive_and_expect_tx(clc_full, 16)
-                    cute.arch.issue_clc_query(clc_full, response, multicast=False)
-                self.wait(env, "clc_full", 0, (index & 1) ^ 1)
-                item = Item(*cute.arch.clc_response(response))
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-            self.publish_item(env, index, item)
-            index += 1
-
-    def unravel(self, tables: Tables, linear: Int32, pairs: Int32) -> Item:
-        """Split a work item number: Q pair fastest, then head, then batch."""
-        rest = linear // pairs
-        batch = rest // tables.num_q_heads
-        return Item(
-            linear - rest * pairs,
-            rest - batch * tables.num_q_heads,
-            batch,
-            Int32(batch < tables.batch),
-        )
-
-    def publish_item(self, env: Env, index: Int32, item: Item) -> None:
-        """Write an item to its slot and signal it."""
-        slot = (index & (ITEM_SLOTS - 1)) * 8
-        with cute.arch.elect_one():
-            ptx.smem_store_v4(env.smem + slot * 2, SCHEDULE.smem_offset("items"), list(item))
-            self.arrive(env, "item_full", 0, slot)
 
     # ---- load ----------------------------------------------------------------------------------
 
@@ -556,7 +464,7 @@ class VsaForwardSm100:
         index = Int32(0)
         item = self.take_item(env, index)
         while item.valid != 0:
-            m_log2, total = Float32(FLOOR), Float32(0.0)
+            m_log2, total = Float32(softmax.FLOOR), Float32(0.0)
             stream = self.take_word(env, tile, stream)
             if stream.word != 0:
                 while stream.word != 0:
@@ -575,7 +483,7 @@ class VsaForwardSm100:
         thread = cute.arch.thread_idx()[0] & (TILE - 1)
         return env.smem + thread * 4, SCHEDULE.smem_offset(region) + tile * TILE * 4
 
-    def lanes(self) -> Int32:
+    def tmem_lanes(self) -> Int32:
         """Return the tensor memory address of the 32 lanes that this warp can reach."""
         return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3) << 21
 
@@ -590,7 +498,7 @@ class VsaForwardSm100:
     ):
         """One round: maximum, factor for O, exponentials, P. Returns the new maximum and sum."""
         scale = env.tables.scale_log2
-        lanes, s_column = self.lanes(), SCHEDULE.tmem_column(f"S{tile}")
+        lanes, s_column = self.tmem_lanes(), SCHEDULE.tmem_column(f"S{tile}")
         self.wait(env, "s_full", tile, stream.rounds & 1)
         ptx.fence_tmem_after_sync()
         if (stream.word & TILE) == 0:
@@ -600,12 +508,7 @@ class VsaForwardSm100:
             scores += ptx.tmem_load(lanes, s_column + start, 32)
         cute.arch.fence_view_async_tmem_load()
 
-        best = [Float32(FLOOR) for _ in range(4)]
-        for start in range_constexpr(0, TILE, 8):
-            for i in range_constexpr(4):
-                pair = start + 2 * i
-                best[i] = ptx.max3(best[i], scores[pair], scores[pair + 1])
-        best = ptx.max3(ptx.max3(best[0], best[1], best[2]), best[3], best[3]) * scale
+        best = softmax.row_max(scores) * scale
         new_m = cute.arch.fmax(m_log2, best)
         growth = m_log2 - new_m
         alpha = ptx.exp2(growth)
@@ -620,17 +523,10 @@ class VsaForwardSm100:
 
         sums = (total * alpha, Float32(0.0))
         for start in range_constexpr(0, TILE, 32):
-            words = []
-            for pair in range_constexpr(start, start + 32, 2):
-                x = cute.arch.fma_packed_f32x2(
-                    (scores[pair], scores[pair + 1]), (scale, scale), (-m_log2, -m_log2)
-                )
-                if const_expr(self.is_cubic(pair // 2)):
-                    x = ptx.exp2_cubic(*x)
-                else:
-                    x = (ptx.exp2(x[0]), ptx.exp2(x[1]))
-                sums = cute.arch.add_packed_f32x2(sums, x)
-                words.append(ptx.pack(*x, self.dtype))
+            values, sums = softmax.exponentials(
+                scores[start : start + 32], scale, m_log2, sums, cubic=self.cubic_pairs(start)
+            )
+            words = softmax.packed(values, self.dtype)
             ptx.tmem_store(lanes, SCHEDULE.tmem_column(f"P{tile}") + start // 2, words)
             if const_expr(start + 32 == KEYS_IN_HEAD):
                 self.publish_p(env, "p_head_full", tile)
@@ -643,9 +539,10 @@ class VsaForwardSm100:
         ptx.fence_tmem_before_sync()
         self.arrive(env, name, tile)
 
-    def is_cubic(self, pair: int) -> bool:
-        """Whether a pair of exponentials goes to the FMA pipe; the last 32 keys never do."""
-        return 2 * pair < KEYS_IN_HEAD and pair % 16 >= 16 - self.config.cubic_pairs
+    def cubic_pairs(self, start: int) -> list[bool]:
+        """Say which of 16 pairs go to the FMA pipe: the last ones, and none of P's tail."""
+        first = 16 - self.config.cubic_pairs if start < KEYS_IN_HEAD else 16
+        return [pair >= first for pair in range(16)]
 
     @cute.jit
     def mask(self, lanes: Int32, column: cutlass.Constexpr, lead: Int32):
@@ -745,16 +642,11 @@ class VsaForwardSm100:
         ptx.fence_tmem_after_sync()
         for start in range_constexpr(0, HEAD_DIM, 16):
             column = SCHEDULE.tmem_column(f"O{tile}") + start
-            values = ptx.tmem_load(self.lanes(), column, 16)
+            values = ptx.tmem_load(self.tmem_lanes(), column, 16)
             cute.arch.fence_view_async_tmem_load()
-            ptx.tmem_store(self.lanes(), column, self.scaled(values, alpha))
+            ptx.tmem_store(self.tmem_lanes(), column, softmax.scaled(values, alpha))
         cute.arch.fence_view_async_tmem_store()
         ptx.fence_tmem_before_sync()
-
-    def scaled(self, values: list, factor: Float32) -> list:
-        """Multiply pairs of values by one factor."""
-        pairs = zip(values[::2], values[1::2], strict=True)
-        return [x for p in pairs for x in cute.arch.mul_packed_f32x2(p, (factor, factor))]
 
     @cute.jit
     def finish(
@@ -781,10 +673,10 @@ class VsaForwardSm100:
         ptx.fence_tmem_after_sync()
         for start in range_constexpr(0, HEAD_DIM, 16):
             column = SCHEDULE.tmem_column(f"O{tile}") + start
-            values = ptx.tmem_load(self.lanes(), column, 16)
+            values = ptx.tmem_load(self.tmem_lanes(), column, 16)
             cute.arch.fence_view_async_tmem_load()
-            values = self.scaled(values, factor)
-            words = [ptx.pack(a, b, self.dtype) for a, b in zip(values[::2], values[1::2])]
+            values = softmax.scaled(values, factor)
+            words = softmax.packed(values, self.dtype)
             if const_expr(self.config.q_sizes):
                 words = [word & (0 - kept) for word in words]
             for chunk in range_constexpr(2):
@@ -826,16 +718,53 @@ class VsaForwardSm100:
             item = self.take_item(env, index)
 
 
-def compile_kernel(config: Config, options: str = ""):
-    gmem = cute.AddressSpace.gmem
-    pointer = lambda dtype, align: cute.runtime.make_ptr(dtype, 0, gmem, assumed_align=align)
-    ints = pointer(Int32, 4)
-    i64 = lambda n: tuple(Int64(0) for _ in range(n))
-    tables = Tables(
-        ints, ints, ints, ints, pointer(Float32, 4), i64(4), i64(3), i64(2), Int64(0),
-        *(Int32(1) for _ in range(7)), Float32(1.0),
+def compile_kernel(config: Config, options: str = "") -> Any:
+    """Compile for the architecture that CuTe-DSL was imported for; see `launch` for a call.
+
+    Parameters
+    ----------
+    options : str
+        What `cute.compile` takes, ``--gpu-arch`` for one.
+    """
+    values = host_values(NO_ARGUMENTS, DTYPES[config.dtype], (1, 1, 1), 0)
+    return cute.compile(VsaForwardSm100(config), *values, options=options)
+
+
+def compile_offline(config: Config, target: Target) -> offline.Compiled:
+    """Compile without a GPU, in a process of its own, and keep the text.
+
+    Raises
+    ------
+    ValueError
+        The tables do not fit the target, or a field of `config` is out of range.
+    """
+    config.check()
+    SCHEDULE.check(target)
+    return offline.compile_offline(__name__, config, target)
+
+
+def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchPlan:
+    """Describe the launch that `launch` makes, parameter by parameter."""
+    return LaunchPlan(
+        grid=_grid(config, target, arguments),
+        block=(SCHEDULE.threads, 1, 1),
+        cluster=(1, 1, 1),
+        smem_bytes=SCHEDULE.smem_bytes,
+        parameters=arguments.kernel_parameters(config.dtype),
     )
-    operands = tuple(pointer(DTYPES[config.dtype], 16) for _ in range(4))
-    strides = tuple(i64(3) for _ in range(4))
-    grid = (Int32(1), Int32(1), Int32(1))
-    return cute.compile(VsaForwardSm100(config), operands, tables, strides, grid, cuda.CUstream(0), options=options)
+
+
+def launch(
+    compiled: Any, config: Config, target: Target, arguments: Arguments, *, stream: int
+) -> None:
+    """Launch what `compile_kernel` returned on a CUDA stream, given by its handle."""
+    grid = _grid(config, target, arguments)
+    compiled(*host_values(arguments, DTYPES[config.dtype], grid, stream))
+
+
+def _grid(config: Config, target: Target, arguments: Arguments) -> tuple[int, int, int]:
+    """One CTA for each work item; with static scheduling at most one for each multiprocessor."""
+    pairs, heads, batch = (arguments.num_q_blocks + 1) // 2, arguments.num_q_heads, arguments.batch
+    if config.persistent == "static":
+        return (min(pairs * heads * batch, target.num_sms), 1, 1)
+    return (pairs, heads, batch)

@@ -67,6 +67,21 @@ class Barrier:
     tx_bytes: int = 0
 
 
+def lanes(*roles: str) -> tuple[tuple[str, Signal], ...]:
+    """Return producers of whom every lane arrives."""
+    return tuple((role, Signal.LANES) for role in roles)
+
+
+def warps(*roles: str) -> tuple[tuple[str, Signal], ...]:
+    """Return producers of whom every warp arrives."""
+    return tuple((role, Signal.WARPS) for role in roles)
+
+
+def once(*roles: str) -> tuple[tuple[str, Signal], ...]:
+    """Return producers who arrive once."""
+    return tuple((role, Signal.ONCE) for role in roles)
+
+
 @dataclass(frozen=True)
 class Region:
     """A named range: bytes of shared memory or columns of tensor memory; `over` names its host."""

@@ -1,0 +1,127 @@
+"""What a persistent, warp-specialised kernel is made of: named barriers and a queue of work items.
+
+A kernel class derives from `PersistentKernel` and brings a `Schedule` with the barriers `item_full`,
+`item_empty` and `clc_full` and the regions `items` and `clc`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from . import ptx
+from .block_list import BLOCK, Item, Tables
+from .schedule import MBARRIER_BYTES, Barrier, Schedule, once, warps
+
+ITEM_SLOTS = 2
+
+
+def item_barriers(readers: tuple[str, ...]) -> tuple[Barrier, ...]:
+    """Return the barriers of the queue: the scheduler warp fills it, `readers` empty it."""
+    return (
+        Barrier("item_full", ITEM_SLOTS, once("scheduler"), readers, "the slot names a work item"),
+        Barrier("item_empty", ITEM_SLOTS, warps(*readers), ("scheduler",), "all have read it"),
+        Barrier("clc_full", 1, once("scheduler"), ("scheduler",), "the hardware has answered", 16),
+    )
+
+
+class Env(NamedTuple):
+    """What a role may touch."""
+
+    tables: Tables
+    maps: tuple  # TMA (atom, tensor) of q, k, v and the output
+    base: cute.Pointer  # shared memory
+    smem: Int32  # shared address of `base`
+
+
+class PersistentKernel:
+    """Barriers by name, and work items that come from the grid."""
+
+    def __init__(self, schedule: Schedule, persistent: str) -> None:
+        self.schedule = schedule
+        self.persistent = persistent
+
+    def init_barriers(self, base: cute.Pointer) -> None:
+        """Initialise every mbarrier. One warp."""
+        first = cute.recast_ptr(base + self.schedule.smem_offset("barriers"), dtype=Int64)
+        with cute.arch.elect_one():
+            for barrier in self.schedule.barriers:
+                arrivals = self.schedule.arrivals(barrier)
+                for stage in range(barrier.stages):
+                    index = self.schedule.barrier_index(barrier.name) + stage
+                    cute.arch.mbarrier_init(first + index, arrivals)
+        cute.arch.mbarrier_init_fence()
+
+    def barrier(self, env: Env, name: str, stage: int = 0, offset: Int32 | None = None):
+        """Return the mbarrier of a stage, or `offset` bytes after it."""
+        address = env.smem if offset is None else env.smem + offset
+        index = self.schedule.barrier_index(name) + stage
+        address += self.schedule.smem_offset("barriers") + MBARRIER_BYTES * index
+        return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=MBARRIER_BYTES)
+
+    def wait(self, env: Env, name: str, stage: int, phase: Int32, offset=None) -> None:
+        """Block until the phase of that parity is complete."""
+        cute.arch.mbarrier_wait(self.barrier(env, name, stage, offset), phase)
+
+    def arrive(self, env: Env, name: str, stage: int = 0, offset=None) -> None:
+        """Arrive once for the calling lane."""
+        cute.arch.mbarrier_arrive(self.barrier(env, name, stage, offset))
+
+    @cute.jit
+    def take_item(self, env: Env, index: Int32) -> Item:
+        """Wait for the work item number `index` of this CTA."""
+        slot = (index & (ITEM_SLOTS - 1)) * MBARRIER_BYTES
+        self.wait(env, "item_full", 0, (index >> 1) & 1, slot)
+        item = Item(*ptx.smem_load_v4(env.smem + slot * 2, self.schedule.smem_offset("items")))
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.arrive(env, "item_empty", 0, slot)
+        return item
+
+    @cute.jit
+    def scheduler(self, env: Env):
+        """Publish this CTA's own work item, then those of CTAs that will not be launched."""
+        tables = env.tables
+        x, y, z = cute.arch.block_idx()
+        pairs = ((tables.num_queries + BLOCK - 1) // BLOCK + 1) // 2
+        response = cute.recast_ptr(env.base + self.schedule.smem_offset("clc"), dtype=Int32)
+        linear = x
+        item = Item(x, y, z, Int32(1))
+        if const_expr(self.persistent == "static"):
+            item = self.unravel(tables, linear, pairs)
+        self.publish_item(env, Int32(0), item)
+        index = Int32(1)
+        while item.valid != 0:
+            slot = (index & (ITEM_SLOTS - 1)) * MBARRIER_BYTES
+            self.wait(env, "item_empty", 0, ((index >> 1) & 1) ^ 1, slot)
+            if const_expr(self.persistent == "static"):
+                linear += cute.arch.grid_dim()[0]
+                item = self.unravel(tables, linear, pairs)
+            else:
+                with cute.arch.elect_one():
+                    clc_full = self.barrier(env, "clc_full")
+                    cute.arch.mbarrier_arrive_and_expect_tx(clc_full, 16)
+                    cute.arch.issue_clc_query(clc_full, response, multicast=False)
+                self.wait(env, "clc_full", 0, (index & 1) ^ 1)
+                item = Item(*cute.arch.clc_response(response))
+                # The next response is written by the asynchronous proxy: this read comes first.
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+            self.publish_item(env, index, item)
+            index += 1
+
+    def unravel(self, tables: Tables, linear: Int32, pairs: Int32) -> Item:
+        """Split a work item number: Q pair fastest, then head, then batch."""
+        rest = linear // pairs
+        batch = rest // tables.num_q_heads
+        head = rest - batch * tables.num_q_heads
+        return Item(linear - rest * pairs, head, batch, Int32(batch < tables.batch))
+
+    def publish_item(self, env: Env, index: Int32, item: Item) -> None:
+        """Write an item to its slot and signal it."""
+        slot = (index & (ITEM_SLOTS - 1)) * MBARRIER_BYTES
+        with cute.arch.elect_one():
+            ptx.smem_store_v4(env.smem + slot * 2, self.schedule.smem_offset("items"), list(item))
+            self.arrive(env, "item_full", 0, slot)
