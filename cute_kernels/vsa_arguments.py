@@ -1,4 +1,4 @@
-"""One VSA call as plain numbers: what both architectures' kernels and their launch plans start from."""
+"""One VSA call as plain numbers: what the kernels and their launch plans start from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .common.launch import TensorMap
+from sparse_atten.cute_kernels.common.launch import TensorMap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,7 +150,7 @@ def arguments_of(
 
     def operand(tensor: Tensor) -> Operand:
         dims = (0, head, token)
-        # A dim of size 1 has no stride; a descriptor still wants one that is a multiple of 16 bytes.
+        # A dim of size 1 has no stride, but a descriptor wants a multiple of 16 bytes.
         strides = tuple(tensor.stride(d) if tensor.shape[d] > 1 else HEAD_DIM for d in dims)
         return Operand(tensor.data_ptr(), (strides[0], strides[1], strides[2]))
 

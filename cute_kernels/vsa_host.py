@@ -10,8 +10,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_ptr
 
-from .common.block_list import Tables
-from .vsa_arguments import BLOCK, HEAD_DIM, Arguments
+from sparse_atten.cute_kernels.common.block_list import Tables
+from sparse_atten.cute_kernels.vsa_arguments import BLOCK, HEAD_DIM, Arguments
 
 
 def make_maps(
@@ -19,15 +19,15 @@ def make_maps(
 ) -> list:
     """Return a TMA atom and its coordinate tensor for each of q, k, v and the output.
 
-    q and the output are [Sq, D, Hq, B]. k and v are [128, D, Nkv, Hkv, B]: a row is addressed inside
-    its block, so that a negative one is out of bounds and reads as 0. A partial block is loaded with
-    its valid keys at the end of the tile, and no other key is read.
+    q and the output are [Sq, D, Hq, B]. k and v are [128, D, Nkv, Hkv, B]: a row is addressed
+    inside its block, so that a negative one is out of bounds and reads as 0. A partial block is
+    loaded with its valid keys at the end of the tile, and no other key is read.
     """
     num_kv_blocks = (tables.num_keys + BLOCK - 1) // BLOCK
     num_kv_heads = tables.num_q_heads // tables.group_size
     maps = []
-    for name, pointer, (b, h, s) in zip("qkvo", operands, strides, strict=True):
-        b, h, s = (cute.assume(stride, divby=8) for stride in (b, h, s))
+    for name, pointer, steps in zip("qkvo", operands, strides, strict=True):
+        b, h, s = (cute.assume(stride, divby=8) for stride in steps)
         if name in "qo":
             shape = (tables.num_queries, HEAD_DIM, tables.num_q_heads, tables.batch)
             layout = cute.make_layout(shape, stride=(s, 1, h, b))

@@ -1,10 +1,51 @@
-"""DOC"""
+"""Block-sparse attention forward with 128 x 128 tiles for Blackwell: VSA, one list for a Q block.
+
+    O_i = softmax(scale * Q_i [K_j for j in list_i]^T) [V_j for j in list_i]
+
+Contract. q, k, v and the output are bf16 or fp16, D = 128, addressed through strides (bhsd and bshd
+alike); LSE is float32 [B, Hq, Sq], natural log. Ids outside 0..Nkv-1 and blocks without a valid key
+are dropped, counts are clamped to 0..K, sizes to what is left of the tensor. An empty row is 0 with
+LSE -inf, and so is a padding query. A key that no list names, and the part of a block past its size,
+is never loaded: its bits cannot reach an output.
+
+Grid. A work item is a pair of Q blocks of one head; a CTA takes its own and then those of CTAs that
+it cancels (cluster launch control), or strides over the items (static). The two tiles of a pair share
+nothing but the K/V ring: each runs its own number of rounds, and a round is one KV block.
+
+Protocol. The load warp alone decides what is dropped. It publishes a word for each round (valid keys,
+last or not, or "no round at all"), and every role runs from these words, so trip counts agree. Words
+are at most 8 ahead of their slowest reader: K/V slots, Q and the queue of items hold the loader back.
+The tables of warps, barriers, tensor and shared memory are `SCHEDULE`; `SCHEDULE.tables()` prints
+them. Tensor memory is allocated whole, so its addresses start at 0.
+
+Masking. A partial block lies at the end of its tile: the rows before it have negative coordinates,
+which TMA fills with 0. Their scores are overwritten with -inf in tensor memory before they are read.
+
+Scaling. Scores live in the log2 domain. The reference maximum m follows the running one only when
+that has grown by more than `rescale_threshold`; until then P may reach 2^threshold and O stays as it
+is. The correction warps touch O only if one of a warp's 32 factors is not 1.
+
+Steady state, tile 0 and tile 1 in turn (r: round):
+
+    tensor core        softmax 0          softmax 1
+    PV0(r) QK0(r+1)    -                  P1(r)
+    PV1(r) QK1(r+1)    P0(r+1)            -
+    PV0(r+1) ...       -                  P1(r+1)
+
+PV starts when 96 of 128 columns of P are stored. Some exponentials are cubics on the FMA pipe.
+
+Limits. Forward, non-causal, D = 128, 128-token blocks, Q heads and batch at most 65535 each for a
+CLC grid. State: compiled and emulated; never run on a GPU.
+
+Sources: VSA (arXiv 2505.13389); FlashAttention-4 (arXiv 2603.05451) for lazy rescaling and the cubic;
+PTX ISA for tcgen05, mbarrier, cp.async.bulk.tensor and clusterlaunchcontrol.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -12,20 +53,18 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from .common import offline, ptx, softmax
-from .common.block_list import KEYS, LAST, Item, Row, Tables, open_row, q_size, take_block
-from .common.launch import LaunchPlan
-from .common.persistent import ITEM_SLOTS, Env, PersistentKernel, item_barriers
-from .common.schedule import Barrier, Region, Role, Schedule, lanes, once
-from .common.target import Target
-from .vsa_arguments import BLOCK, HEAD_DIM, NO_ARGUMENTS, Arguments
-from .vsa_host import host_values, make_maps
+from sparse_atten.cute_kernels.common import block_list, offline, persistent, ptx, softmax, tiles
+from sparse_atten.cute_kernels.common.block_list import KEYS, LAST, Item, Row, Tables
+from sparse_atten.cute_kernels.common.launch import LaunchPlan
+from sparse_atten.cute_kernels.common.persistent import Env, PersistentKernel, Stream
+from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, lanes, once
+from sparse_atten.cute_kernels.common.target import Target
+from sparse_atten.cute_kernels.common.tiles import HALF_BYTES, TILE_BYTES, Ring
+from sparse_atten.cute_kernels.vsa_arguments import BLOCK, HEAD_DIM, NO_ARGUMENTS, Arguments
+from sparse_atten.cute_kernels.vsa_host import host_values, make_maps
 
 TILE = BLOCK  # rows and columns of a tile of scores
-TILE_BYTES = TILE * HEAD_DIM * 2
-HALF_BYTES = TILE_BYTES // 2  # 64 columns of a tile: one 128-byte swizzle atom wide
 KV_SLOTS = 3
-ROUND_SLOTS = 8
 MMA_K = 16
 KEYS_IN_HEAD = 96  # keys of P that PV may start with; the other 32 follow as the tail
 
@@ -45,14 +84,8 @@ SCHEDULE = Schedule(
         Role("scheduler", 15, 1, 48),
     ),
     barriers=(
-        *item_barriers((*SOFTMAX, "correction", "mma", "store", "load")),
-        Barrier(
-            "rounds_full",
-            2 * ROUND_SLOTS,
-            once("load"),
-            (*SOFTMAX, "correction", "mma"),
-            "the slot holds a round word",
-        ),
+        *persistent.item_barriers((*SOFTMAX, "correction", "mma", "store", "load")),
+        persistent.round_barrier((*SOFTMAX, "correction", "mma")),
         Barrier("q_full", 2, once("load"), ("mma",), "Q has landed", TILE_BYTES),
         Barrier("q_empty", 2, once("mma"), ("load",), "the row's last QK is done"),
         Barrier("kv_full", KV_SLOTS, once("load"), ("mma",), "K or V has landed", TILE_BYTES),
@@ -81,8 +114,8 @@ SCHEDULE = Schedule(
         Region("out", 2 * TILE_BYTES),
         Region("alpha", 2 * TILE * 4),
         Region("sum", 2 * TILE * 4),
-        Region("rounds", 2 * ROUND_SLOTS * 8),
-        Region("items", ITEM_SLOTS * 16),
+        Region("rounds", 2 * persistent.ROUND_SLOTS * 8),
+        Region("items", persistent.ITEM_SLOTS * 16),
         Region("clc", 16),
         Region("tmem_address", 16),
     ),
@@ -130,35 +163,6 @@ class Config:
             raise ValueError(f"rescale_threshold must be in 0..8, got {self.rescale_threshold}")
 
 
-class Stream(NamedTuple):
-    """How far a role is with one of the two Q tiles."""
-
-    word: Int32  # round word in work, 0: none
-    cursor: Int32  # 8 times the round words taken since the kernel began
-    rounds: Int32  # rounds finished since the kernel began
-    rows: Int32  # rows with at least one round finished since the kernel began
-
-
-class Ring(NamedTuple):
-    """Position in the K/V ring: slot, and parity of its current pass."""
-
-    slot: Int32  # times 8
-    phase: Int32
-
-
-def _stream() -> Stream:
-    return Stream(Int32(0), Int32(0), Int32(0), Int32(0))
-
-
-@cute.jit
-def _advance(ring: Ring) -> Ring:
-    wraps = ring.slot == 8 * (KV_SLOTS - 1)
-    slot, phase = ring.slot + 8, ring.phase
-    if wraps:
-        slot, phase = Int32(0), phase ^ 1
-    return Ring(slot, phase)
-
-
 class VsaForwardSm100(PersistentKernel):
     """The kernel: one method for each role, in the order of the data flow."""
 
@@ -177,7 +181,7 @@ class VsaForwardSm100(PersistentKernel):
         grid: tuple[Int32, Int32, Int32],
         stream: cuda.CUstream,
     ):
-        maps = make_maps(operands, operand_strides, tables, self.tile_layout())
+        maps = make_maps(operands, operand_strides, tables, tiles.tile_layout(self.dtype))
         self.kernel(*maps, tables).launch(
             grid=grid,
             block=[SCHEDULE.threads, 1, 1],
@@ -185,18 +189,6 @@ class VsaForwardSm100(PersistentKernel):
             min_blocks_per_mp=1,
             stream=stream,
         )
-
-    def tile_layout(self) -> cute.ComposedLayout:
-        """Return the layout of a 128 x 128 tile in shared memory: two halves, 128-byte rows."""
-        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (TILE, HEAD_DIM), order=(0, 1))
-
-    def tile_at(self, env: Env, region: str, index) -> cute.Tensor:
-        """View tile number `index` of a region of shared memory."""
-        layout = self.tile_layout()
-        start = env.base + SCHEDULE.smem_offset(region) + index * TILE_BYTES
-        pointer = cute.recast_ptr(start, layout.inner, dtype=self.dtype)
-        return cute.make_tensor(pointer, layout.outer)
 
     @cute.kernel
     def kernel(
@@ -252,36 +244,13 @@ class VsaForwardSm100(PersistentKernel):
             pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, address)
             cute.arch.dealloc_tmem(pointer, 512)
 
-    # ---- rounds, as all roles see them ---------------------------------------------------------
-
-    @cute.jit
-    def take_word(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
-        """Wait for the next round word of a tile."""
-        slot = stream.cursor & (8 * ROUND_SLOTS - 1)
-        phase = (stream.cursor >> 6) & 1
-        self.wait(env, "rounds_full", tile * ROUND_SLOTS, phase, slot)
-        offset = SCHEDULE.smem_offset("rounds") + tile * ROUND_SLOTS * 8
-        word = ptx.smem_load(env.smem + slot, offset, Int32)
-        return Stream(word, stream.cursor + 8, stream.rounds, stream.rows)
-
-    @cute.jit
-    def end_round(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
-        """Go on to the row's next round, or leave word 0 after the last one."""
-        word = stream.word
-        stream = Stream(Int32(0), stream.cursor, stream.rounds + 1, stream.rows)
-        if word >= 0:
-            stream = self.take_word(env, tile, stream)
-        else:
-            stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
-        return stream
-
     # ---- load ----------------------------------------------------------------------------------
 
     @cute.jit
     def load(self, env: Env):
         """Walk both lists, decide what is kept, publish each round, load Q, K and V."""
         ring = Ring(Int32(0), Int32(1))
-        stream0, stream1 = _stream(), _stream()
+        stream0, stream1 = Stream.start(), Stream.start()
         index = Int32(0)
         item = self.take_item(env, index)
         while item.valid != 0:
@@ -296,11 +265,11 @@ class VsaForwardSm100(PersistentKernel):
     @cute.jit
     def load_first(self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, ring: Ring):
         """Open a row; publish its first round and load Q and K, or publish that it has none."""
-        row = open_row(env.tables, item, tile, self.has_sizes)
+        row = block_list.open_row(env.tables, item, tile, self.has_sizes)
         if row.pending == 0:
             stream = self.publish_word(env, tile, stream, Int32(0))
         else:
-            row, word = take_block(env.tables, item, row, self.has_sizes)
+            row, word = block_list.take_block(env.tables, item, row, self.has_sizes)
             stream = self.publish_word(env, tile, stream, word)
             self.wait(env, "q_empty", tile, (stream.rows & 1) ^ 1)
             full = self.barrier(env, "q_full", tile)
@@ -326,21 +295,12 @@ class VsaForwardSm100(PersistentKernel):
         if word != 0:
             ring = self.load_kv(env, 2, item, row, word, ring)
             if word >= 0:
-                row, word = take_block(env.tables, item, row, self.has_sizes)
+                row, word = block_list.take_block(env.tables, item, row, self.has_sizes)
                 stream = self.publish_word(env, tile, stream, word)
                 ring = self.load_kv(env, 1, item, row, word, ring)
             else:
                 stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
         return row, stream, ring
-
-    def publish_word(self, env: Env, tile: int, stream: Stream, word: Int32) -> Stream:
-        """Tell the other roles of a tile's next round, or with word 0 that the row has none."""
-        slot = stream.cursor & (8 * ROUND_SLOTS - 1)
-        offset = SCHEDULE.smem_offset("rounds") + tile * ROUND_SLOTS * 8
-        with cute.arch.elect_one():
-            ptx.smem_store(env.smem + slot, offset, word)
-            self.arrive(env, "rounds_full", tile * ROUND_SLOTS, slot)
-        return stream._replace(word=word, cursor=stream.cursor + 8)
 
     def load_kv(self, env: Env, operand: int, item: Item, row: Row, word: Int32, ring: Ring):
         """Load K (operand 1) or V (operand 2) of the block in work, its valid rows at the end."""
@@ -351,23 +311,23 @@ class VsaForwardSm100(PersistentKernel):
         origin = ((word & KEYS) - TILE, 0, row.current, row.kv_head, item.batch)
         source = cute.domain_offset(origin, env.maps[operand][1])[(None, None, 0, 0, 0)]
         self.load_tile(env, operand, source, self.tile_at(env, "kv", ring.slot >> 3), full)
-        return _advance(ring)
+        return tiles.advance(ring, KV_SLOTS)
+
+    def load_tile(self, env: Env, operand: int, source: cute.Tensor, target, full) -> None:
+        """Issue the TMA loads of one tile."""
+        atom = env.maps[operand][0]
+        target, source = tiles.boxes(atom, target, source)
+        cute.copy(atom, source, target, tma_bar_ptr=full)
+
+    def tile_at(self, env: Env, region: str, index: Int32 | int) -> cute.Tensor:
+        """View tile number `index` of a region of shared memory."""
+        offset = SCHEDULE.smem_offset(region) + index * TILE_BYTES
+        return tiles.tile_at(env.base, offset, self.dtype)
 
     def query_tile(self, env: Env, operand: int, q_block: Int32, item: Item) -> cute.Tensor:
         """Return the coordinates of a tile of Q (operand 0) or of the output (operand 3)."""
         tensor = env.maps[operand][1][(None, None, item.head, item.batch)]
         return cute.local_tile(tensor, (TILE, HEAD_DIM), (q_block, 0))
-
-    def load_tile(self, env: Env, operand: int, source, target, full) -> None:
-        """Issue the TMA loads of one tile."""
-        target, source = self.partition(env, operand, source, target)
-        cute.copy(env.maps[operand][0], source, target, tma_bar_ptr=full)
-
-    def partition(self, env: Env, operand: int, coordinates, tile):
-        """Cut a tile in shared memory and its coordinates into TMA boxes."""
-        whole = cute.make_layout(1)
-        tile, coordinates = cute.group_modes(tile, 0, 2), cute.group_modes(coordinates, 0, 2)
-        return cpasync.tma_partition(env.maps[operand][0], 0, whole, tile, coordinates)
 
     # ---- MMA -----------------------------------------------------------------------------------
 
@@ -375,7 +335,7 @@ class VsaForwardSm100(PersistentKernel):
     def mma(self, env: Env):
         """Issue S = Q K^T and O += P V for both tiles in turn."""
         ring = Ring(Int32(0), Int32(0))
-        stream0, stream1 = _stream(), _stream()
+        stream0, stream1 = Stream.start(), Stream.start()
         index = Int32(0)
         item = self.take_item(env, index)
         while item.valid != 0:
@@ -424,7 +384,7 @@ class VsaForwardSm100(PersistentKernel):
         if word < 0:
             with cute.arch.elect_one():
                 tcgen05.commit(self.barrier(env, "q_empty", tile))
-        return _advance(ring)
+        return tiles.advance(ring, KV_SLOTS)
 
     @cute.jit
     def issue_pv(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
@@ -448,7 +408,7 @@ class VsaForwardSm100(PersistentKernel):
         if stream.word < 0:
             with cute.arch.elect_one():
                 tcgen05.commit(self.barrier(env, "o_full", tile))
-        return _advance(ring)
+        return tiles.advance(ring, KV_SLOTS)
 
     def descriptor(self, env: Env, region: str, index, constant: int) -> tuple:
         """Describe tile number `index` of a region of shared memory."""
@@ -460,7 +420,7 @@ class VsaForwardSm100(PersistentKernel):
     @cute.jit
     def softmax(self, env: Env, tile: cutlass.Constexpr):
         """Turn S into P, one row for each thread, keeping its running maximum and sum."""
-        stream = _stream()
+        stream = Stream.start()
         index = Int32(0)
         item = self.take_item(env, index)
         while item.valid != 0:
@@ -560,7 +520,9 @@ class VsaForwardSm100(PersistentKernel):
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
-    def store_lse(self, env: Env, tile: cutlass.Constexpr, item: Item, m_log2: Float32, total: Float32):
+    def store_lse(
+        self, env: Env, tile: cutlass.Constexpr, item: Item, m_log2: Float32, total: Float32
+    ):
         """Write this row's LSE, -inf where no key was seen or the row is padding."""
         tables = env.tables
         q_block = item.pair * 2 + tile
@@ -568,11 +530,11 @@ class VsaForwardSm100(PersistentKernel):
         row = q_block * TILE + thread
         if row < tables.num_queries:
             lse = (m_log2 + cute.math.log2(total, fastmath=True)) * math.log(2.0)
-            if total == 0.0:
-                lse = -Float32.inf
+            seen = total != 0.0
             if const_expr(self.config.q_sizes):
-                if thread >= q_size(tables, q_block):
-                    lse = -Float32.inf
+                seen = seen & (thread < block_list.q_size(tables, q_block))
+            if not seen:
+                lse = -Float32.inf
             head = Int64(item.batch) * tables.num_q_heads + item.head
             cute.arch.store(tables.lse + (head * tables.num_queries + row), lse)
 
@@ -581,7 +543,7 @@ class VsaForwardSm100(PersistentKernel):
     @cute.jit
     def correction(self, env: Env):
         """Rescale O where a maximum grew; at the end of a row divide by the sum and hand O over."""
-        stream0, stream1 = _stream(), _stream()
+        stream0, stream1 = Stream.start(), Stream.start()
         index = Int32(0)
         item = self.take_item(env, index)
         while item.valid != 0:
@@ -667,7 +629,7 @@ class VsaForwardSm100(PersistentKernel):
         kept = Int32(1)
         if const_expr(self.config.q_sizes):
             thread = cute.arch.thread_idx()[0] & (TILE - 1)
-            kept = Int32(thread < q_size(env.tables, item.pair * 2 + tile))
+            kept = Int32(thread < block_list.q_size(env.tables, item.pair * 2 + tile))
         self.wait(env, "o_full", tile, rows & 1)
         self.wait(env, "out_empty", tile, (index & 1) ^ 1)
         ptx.fence_tmem_after_sync()
@@ -708,7 +670,7 @@ class VsaForwardSm100(PersistentKernel):
             for tile in range_constexpr(2):
                 self.wait(env, "out_full", tile, index & 1)
                 target = self.query_tile(env, 3, item.pair * 2 + tile, item)
-                source, target = self.partition(env, 3, target, self.tile_at(env, "out", tile))
+                source, target = tiles.boxes(env.maps[3][0], self.tile_at(env, "out", tile), target)
                 with cute.arch.elect_one():
                     cute.copy(env.maps[3][0], source, target)
                     cute.arch.cp_async_bulk_commit_group()

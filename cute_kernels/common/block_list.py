@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 BLOCK = 128
 WINDOW = 32  # entries in work at a time, one for each lane
 
-# A round word: its low byte counts the valid keys, its sign marks the row's last round; 0: no round.
+# A round word: its low byte counts the valid keys, its sign marks the row's last round; 0 is none.
 LAST = -(2**31)
 KEYS = 255
 
@@ -93,8 +93,7 @@ def open_row(
             count = read_int(tables.counts, offset)
             count = cutlass.max(cutlass.min(count, tables.table_width), 0)
         if const_expr(has_sizes[1]):
-            if q_size(tables, q_block) <= 0:
-                count = Int32(0)
+            count *= Int32(q_size(tables, q_block) > 0)
     zero = Int32(0)
     row = Row(zero, zero, zero, zero, count, q_block, item.head // tables.group_size, zero)
     return refill(tables, item, row, has_sizes)

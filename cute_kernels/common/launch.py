@@ -45,8 +45,8 @@ class LaunchPlan:
     smem_bytes : int
         Dynamic shared memory of a CTA.
     parameters : tuple
-        One value for each kernel parameter, in order: a `TensorMap`, an int (addresses too), a float,
-        or None where the kernel does not read the parameter.
+        One value for each kernel parameter, in order: a `TensorMap`, an int (an address, too), a
+        float, or None where the kernel does not read the parameter.
     """
 
     grid: tuple[int, int, int]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .target import Target
+from sparse_atten.cute_kernels.common.target import Target
 
 _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info
 

@@ -1,21 +1,27 @@
-"""What a persistent, warp-specialised kernel is made of: named barriers and a queue of work items.
+"""What a persistent, warp-specialised kernel is made of: barriers, work items, rounds.
 
-A kernel class derives from `PersistentKernel` and brings a `Schedule` with the barriers `item_full`,
-`item_empty` and `clc_full` and the regions `items` and `clc`.
+A kernel class derives from `PersistentKernel` and brings a `Schedule` that holds `item_barriers`,
+`round_barrier` and the regions `items`, `clc` and `rounds`.
+
+Work items come from the grid through a queue. The rounds of an item's rows come from the load warp,
+as words: valid keys in the low byte, the sign for a row's last round, 0 for a row without any. All
+other roles run from these words, so that they agree on trip counts.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from . import ptx
-from .block_list import BLOCK, Item, Tables
-from .schedule import MBARRIER_BYTES, Barrier, Schedule, once, warps
+from sparse_atten.cute_kernels.common import ptx
+from sparse_atten.cute_kernels.common.block_list import BLOCK, Item, Tables
+from sparse_atten.cute_kernels.common.schedule import MBARRIER_BYTES, Barrier, Schedule, once, warps
 
 ITEM_SLOTS = 2
+ROUND_SLOTS = 8  # for each of two tiles
 
 
 def item_barriers(readers: tuple[str, ...]) -> tuple[Barrier, ...]:
@@ -27,6 +33,12 @@ def item_barriers(readers: tuple[str, ...]) -> tuple[Barrier, ...]:
     )
 
 
+def round_barrier(readers: tuple[str, ...]) -> Barrier:
+    """Return the barriers of the round words: the load warp fills a slot, `readers` run from it."""
+    meaning = "the slot holds a round word"
+    return Barrier("rounds_full", 2 * ROUND_SLOTS, once("load"), readers, meaning)
+
+
 class Env(NamedTuple):
     """What a role may touch."""
 
@@ -34,6 +46,20 @@ class Env(NamedTuple):
     maps: tuple  # TMA (atom, tensor) of q, k, v and the output
     base: cute.Pointer  # shared memory
     smem: Int32  # shared address of `base`
+
+
+class Stream(NamedTuple):
+    """How far a role is with one of the two Q tiles."""
+
+    word: Int32  # round word in work, 0: none
+    cursor: Int32  # 8 times the round words taken since the kernel began
+    rounds: Int32  # rounds finished since the kernel began
+    rows: Int32  # rows with at least one round finished since the kernel began
+
+    @classmethod
+    def start(cls) -> Stream:
+        """Return the state before the first item."""
+        return cls(Int32(0), Int32(0), Int32(0), Int32(0))
 
 
 class PersistentKernel:
@@ -125,3 +151,33 @@ class PersistentKernel:
         with cute.arch.elect_one():
             ptx.smem_store_v4(env.smem + slot * 2, self.schedule.smem_offset("items"), list(item))
             self.arrive(env, "item_full", 0, slot)
+
+    @cute.jit
+    def take_word(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
+        """Wait for the next round word of a tile."""
+        slot = stream.cursor & (8 * ROUND_SLOTS - 1)
+        phase = (stream.cursor >> 6) & 1
+        self.wait(env, "rounds_full", tile * ROUND_SLOTS, phase, slot)
+        offset = self.schedule.smem_offset("rounds") + tile * ROUND_SLOTS * 8
+        word = ptx.smem_load(env.smem + slot, offset, Int32)
+        return Stream(word, stream.cursor + 8, stream.rounds, stream.rows)
+
+    @cute.jit
+    def end_round(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
+        """Go on to the row's next round, or leave word 0 after the last one."""
+        word = stream.word
+        stream = Stream(Int32(0), stream.cursor, stream.rounds + 1, stream.rows)
+        if word >= 0:
+            stream = self.take_word(env, tile, stream)
+        else:
+            stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
+        return stream
+
+    def publish_word(self, env: Env, tile: int, stream: Stream, word: Int32) -> Stream:
+        """Tell the other roles of a tile's next round, or with word 0 that the row has none."""
+        slot = stream.cursor & (8 * ROUND_SLOTS - 1)
+        offset = self.schedule.smem_offset("rounds") + tile * ROUND_SLOTS * 8
+        with cute.arch.elect_one():
+            ptx.smem_store(env.smem + slot, offset, word)
+            self.arrive(env, "rounds_full", tile * ROUND_SLOTS, slot)
+        return stream._replace(word=word, cursor=stream.cursor + 8)

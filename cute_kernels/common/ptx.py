@@ -7,7 +7,7 @@ thread's row of S stays in registers under Python names.
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.arch import inline_ptx
 
 FULL_WARP = 0xFFFFFFFF
@@ -25,7 +25,7 @@ def k_major_descriptor() -> int:
 
 
 def mn_major_descriptor(chunk_bytes: int) -> int:
-    """Return the constant part for an MN-major tile whose 64-element chunks lie `chunk_bytes` apart."""
+    """Return the constant part for an MN-major tile in chunks of 64 `chunk_bytes` apart."""
     return _SWIZZLE_128B | _VERSION | _GROUP_STRIDE | ((chunk_bytes >> 4) << 16)
 
 
@@ -38,7 +38,7 @@ def instruction_descriptor(dtype: type, m: int, n: int, *, b_mn_major: bool) -> 
 
 
 def smem_descriptor(address: Int32, constant: int) -> tuple[Int32, int]:
-    """Put the start address of a tile into a descriptor: its low word, and its constant high word."""
+    """Return the low word of the descriptor of a tile, and the constant high word."""
     return (address >> 4) + (constant & 0xFFFFFFFF), constant >> 32
 
 
@@ -144,16 +144,12 @@ def smem_store(address: Int32, offset: int, value: Int32 | Float32) -> None:
 
 def float_bits(value: Float32) -> Int32:
     """Return the bits of a float as an integer."""
-    return inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
-    )
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def bits_float(value: Int32) -> Float32:
     """Return the float with these bits."""
-    return inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value]
-    )
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
 
 
 def opaque(value: Int32) -> Int32:
@@ -185,7 +181,7 @@ def mask_below(value: Float32, position: int, bound: Int32) -> Float32:
 
 
 def pack(low: Float32, high: Float32, dtype: type) -> Int32:
-    """Round two floats to `dtype` and pack them in a word, the first in the low half (PTX ISA, cvt)."""
+    """Round two floats to `dtype`, the first into the low half of a word (PTX ISA, cvt)."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
     return inline_ptx(
         f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",

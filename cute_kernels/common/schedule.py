@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from .target import Target
+from sparse_atten.cute_kernels.common.target import Target
 
 WARP = 32
 WARPGROUP = 4  # warps that change their register count together
@@ -148,7 +148,9 @@ class Schedule:
         """Raise ValueError where the tables contradict each other or the target."""
         ids = [w for role in self.roles for w in range(role.first, role.last + 1)]
         if ids != list(range(len(ids))):
-            raise ValueError(f"roles must cover the warps 0..{len(ids) - 1} once, in order, got {ids}")
+            raise ValueError(
+                f"roles must cover the warps 0..{len(ids) - 1} once, in order, got {ids}"
+            )
         registers = [role.registers for role in self.roles for _ in range(role.warps)]
         for group in range(0, len(registers), WARPGROUP):
             if len(set(registers[group : group + WARPGROUP])) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from . import ptx
+from sparse_atten.cute_kernels.common import ptx
 
 FLOOR = -3.4e38  # a maximum before any key: finite, so that no difference of maxima is NaN
 _CHAINS = 4  # independent chains of maxima
