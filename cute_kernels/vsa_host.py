@@ -16,7 +16,7 @@ from sparse_atten.cute_kernels.vsa_arguments import BLOCK, HEAD_DIM, Arguments
 
 def make_maps(
     operands: tuple, strides: tuple, tables: Tables, tile_layout: cute.ComposedLayout
-) -> list:
+) -> tuple:
     """Return a TMA atom and its coordinate tensor for each of q, k, v and the output.
 
     q and the output are [Sq, D, Hq, B]. k and v are [128, D, Nkv, Hkv, B]: a row is addressed
@@ -37,8 +37,8 @@ def make_maps(
         op = cpasync.CopyBulkTensorTileS2GOp() if name == "o" else cpasync.CopyBulkTensorTileG2SOp()
         tensor = cute.make_tensor(pointer, layout)
         info = cpasync.make_tiled_tma_atom(op, tensor, tile_layout, (BLOCK, HEAD_DIM))
-        maps += [info[0], info[1]]
-    return maps
+        maps.append((info[0], info[1]))
+    return tuple(maps)
 
 
 def host_values(

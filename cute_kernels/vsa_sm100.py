@@ -2,28 +2,27 @@
 
     O_i = softmax(scale * Q_i [K_j for j in list_i]^T) [V_j for j in list_i]
 
-Contract. q, k, v and the output are bf16 or fp16, D = 128, addressed through strides (bhsd and bshd
-alike); LSE is float32 [B, Hq, Sq], natural log. Ids outside 0..Nkv-1 and blocks without a valid key
-are dropped, counts are clamped to 0..K, sizes to what is left of the tensor. An empty row is 0 with
-LSE -inf, and so is a padding query. A key that no list names, and the part of a block past its size,
-is never loaded: its bits cannot reach an output.
+Contract. q, k, v and the output are bf16 or fp16, D = 128, of any strides; LSE is float32
+[B, Hq, Sq], natural log. Ids outside 0..Nkv-1 and blocks without a valid key are dropped, counts
+are clamped to 0..K, sizes to the rest of the tensor. An empty row is 0 with LSE -inf, and so is a
+padding query. A key that no list names, and the part of a block past its size, is never loaded: its
+bits cannot reach an output.
 
 Grid. A work item is a pair of Q blocks of one head; a CTA takes its own and then those of CTAs that
-it cancels (cluster launch control), or strides over the items (static). The two tiles of a pair share
-nothing but the K/V ring: each runs its own number of rounds, and a round is one KV block.
+it cancels (cluster launch control), or strides over the items (static). The two tiles of a pair
+share only the K/V ring: each runs its own number of rounds, and a round is one KV block.
 
-Protocol. The load warp alone decides what is dropped. It publishes a word for each round (valid keys,
-last or not, or "no round at all"), and every role runs from these words, so trip counts agree. Words
-are at most 8 ahead of their slowest reader: K/V slots, Q and the queue of items hold the loader back.
-The tables of warps, barriers, tensor and shared memory are `SCHEDULE`; `SCHEDULE.tables()` prints
-them. Tensor memory is allocated whole, so its addresses start at 0.
+Protocol. The load warp alone decides what is dropped, and publishes a word for each round; all
+roles run from these words, which are at most 8 ahead of their slowest reader (K/V slots, Q and the queue
+of items hold the loader back). Warps, barriers, tensor and shared memory are tables in `SCHEDULE`;
+`SCHEDULE.tables()` prints them. Tensor memory is allocated whole, so its addresses start at 0.
 
 Masking. A partial block lies at the end of its tile: the rows before it have negative coordinates,
-which TMA fills with 0. Their scores are overwritten with -inf in tensor memory before they are read.
+which TMA fills with 0. Their scores become -inf in tensor memory before they are read.
 
 Scaling. Scores live in the log2 domain. The reference maximum m follows the running one only when
-that has grown by more than `rescale_threshold`; until then P may reach 2^threshold and O stays as it
-is. The correction warps touch O only if one of a warp's 32 factors is not 1.
+that has grown by more than `rescale_threshold`; until then P may reach 2^threshold and O stays as
+it is. The correction warps touch O only if one of a warp's 32 factors is not 1.
 
 Steady state, tile 0 and tile 1 in turn (r: round):
 
@@ -37,8 +36,8 @@ PV starts when 96 of 128 columns of P are stored. Some exponentials are cubics o
 Limits. Forward, non-causal, D = 128, 128-token blocks, Q heads and batch at most 65535 each for a
 CLC grid. State: compiled and emulated; never run on a GPU.
 
-Sources: VSA (arXiv 2505.13389); FlashAttention-4 (arXiv 2603.05451) for lazy rescaling and the cubic;
-PTX ISA for tcgen05, mbarrier, cp.async.bulk.tensor and clusterlaunchcontrol.
+Sources: VSA (arXiv 2505.13389); FlashAttention-4 (arXiv 2603.05451) for lazy rescaling and the
+cubic; PTX ISA for tcgen05, mbarrier, cp.async.bulk.tensor and clusterlaunchcontrol.
 """
 
 from __future__ import annotations
@@ -181,8 +180,9 @@ class VsaForwardSm100(PersistentKernel):
         grid: tuple[Int32, Int32, Int32],
         stream: cuda.CUstream,
     ):
+        """Make the TMA descriptors and launch."""
         maps = make_maps(operands, operand_strides, tables, tiles.tile_layout(self.dtype))
-        self.kernel(*maps, tables).launch(
+        self.kernel(maps, tables).launch(
             grid=grid,
             block=[SCHEDULE.threads, 1, 1],
             smem=SCHEDULE.smem_bytes,
@@ -191,18 +191,8 @@ class VsaForwardSm100(PersistentKernel):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        mO: cute.Tensor,
-        tables: Tables,
-    ):
+    def kernel(self, maps: tuple, tables: Tables):
+        """Set up the CTA, run each warp's role, and clean up."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = cutlass.memory.SmemAllocator().allocate(SCHEDULE.smem_bytes, 1024)
         address = cute.recast_ptr(base + SCHEDULE.smem_offset("tmem_address"), dtype=Int32)
@@ -210,13 +200,12 @@ class VsaForwardSm100(PersistentKernel):
             cute.arch.alloc_tmem(512, address)
             cute.arch.relinquish_tmem_alloc_permit()
         if warp == SCHEDULE.role("load").first:
-            for atom in (tma_q, tma_k, tma_v, tma_o):
+            for atom, _ in maps:
                 cpasync.prefetch_descriptor(atom)
             self.init_barriers(base)
         ptx.fence_tmem_before_sync()
         cute.arch.barrier()
         ptx.fence_tmem_after_sync()
-        maps = ((tma_q, mQ), (tma_k, mK), (tma_v, mV), (tma_o, mO))
         env = Env(tables, maps, base, Int32(base.toint()))
 
         if warp <= SCHEDULE.role("softmax0").last:
@@ -251,16 +240,14 @@ class VsaForwardSm100(PersistentKernel):
         """Walk both lists, decide what is kept, publish each round, load Q, K and V."""
         ring = Ring(Int32(0), Int32(1))
         stream0, stream1 = Stream.start(), Stream.start()
-        index = Int32(0)
-        item = self.take_item(env, index)
+        item = self.take_item(env, Int32(0))
         while item.valid != 0:
             row0, stream0, ring = self.load_first(env, 0, item, stream0, ring)
             row1, stream1, ring = self.load_first(env, 1, item, stream1, ring)
             while (stream0.word | stream1.word) != 0:
-                row0, stream0, ring = self.load_round(env, 0, item, row0, stream0, ring)
-                row1, stream1, ring = self.load_round(env, 1, item, row1, stream1, ring)
-            index += 1
-            item = self.take_item(env, index)
+                row0, stream0, ring = self.load_round(env, 0, row0, stream0, ring)
+                row1, stream1, ring = self.load_round(env, 1, row1, stream1, ring)
+            item = self.take_item(env, item.number + 1)
 
     @cute.jit
     def load_first(self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, ring: Ring):
@@ -269,7 +256,7 @@ class VsaForwardSm100(PersistentKernel):
         if row.pending == 0:
             stream = self.publish_word(env, tile, stream, Int32(0))
         else:
-            row, word = block_list.take_block(env.tables, item, row, self.has_sizes)
+            row, word = block_list.take_block(env.tables, row, self.has_sizes)
             stream = self.publish_word(env, tile, stream, word)
             self.wait(env, "q_empty", tile, (stream.rows & 1) ^ 1)
             full = self.barrier(env, "q_full", tile)
@@ -277,38 +264,30 @@ class VsaForwardSm100(PersistentKernel):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
             source = self.query_tile(env, 0, row.q_block, item)
             self.load_tile(env, 0, source, self.tile_at(env, "q", tile), full)
-            ring = self.load_kv(env, 1, item, row, word, ring)
+            ring = self.load_kv(env, 1, row, word, ring)
         return row, stream, ring
 
     @cute.jit
-    def load_round(
-        self,
-        env: Env,
-        tile: cutlass.Constexpr,
-        item: Item,
-        row: Row,
-        stream: Stream,
-        ring: Ring,
-    ):
+    def load_round(self, env: Env, tile: cutlass.Constexpr, row: Row, stream: Stream, ring: Ring):
         """Load V of the round in work; publish the next round and load its K."""
         word = stream.word
         if word != 0:
-            ring = self.load_kv(env, 2, item, row, word, ring)
+            ring = self.load_kv(env, 2, row, word, ring)
             if word >= 0:
-                row, word = block_list.take_block(env.tables, item, row, self.has_sizes)
+                row, word = block_list.take_block(env.tables, row, self.has_sizes)
                 stream = self.publish_word(env, tile, stream, word)
-                ring = self.load_kv(env, 1, item, row, word, ring)
+                ring = self.load_kv(env, 1, row, word, ring)
             else:
                 stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
         return row, stream, ring
 
-    def load_kv(self, env: Env, operand: int, item: Item, row: Row, word: Int32, ring: Ring):
+    def load_kv(self, env: Env, operand: int, row: Row, word: Int32, ring: Ring):
         """Load K (operand 1) or V (operand 2) of the block in work, its valid rows at the end."""
         self.wait(env, "kv_empty", 0, ring.phase, ring.slot)
         full = self.barrier(env, "kv_full", 0, ring.slot)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
-        origin = ((word & KEYS) - TILE, 0, row.current, row.kv_head, item.batch)
+        origin = ((word & KEYS) - TILE, 0, row.current, row.kv_head, row.batch)
         source = cute.domain_offset(origin, env.maps[operand][1])[(None, None, 0, 0, 0)]
         self.load_tile(env, operand, source, self.tile_at(env, "kv", ring.slot >> 3), full)
         return tiles.advance(ring, KV_SLOTS)
@@ -336,16 +315,14 @@ class VsaForwardSm100(PersistentKernel):
         """Issue S = Q K^T and O += P V for both tiles in turn."""
         ring = Ring(Int32(0), Int32(0))
         stream0, stream1 = Stream.start(), Stream.start()
-        index = Int32(0)
-        item = self.take_item(env, index)
+        item = self.take_item(env, Int32(0))
         while item.valid != 0:
             stream0, ring = self.mma_first(env, 0, stream0, ring)
             stream1, ring = self.mma_first(env, 1, stream1, ring)
             while (stream0.word | stream1.word) != 0:
                 stream0, ring = self.mma_round(env, 0, stream0, ring)
                 stream1, ring = self.mma_round(env, 1, stream1, ring)
-            index += 1
-            item = self.take_item(env, index)
+            item = self.take_item(env, item.number + 1)
 
     @cute.jit
     def mma_first(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
@@ -378,7 +355,7 @@ class VsaForwardSm100(PersistentKernel):
         self.wait(env, "kv_full", 0, ring.phase, ring.slot)
         with cute.arch.elect_one():
             s = SCHEDULE.tmem_column(f"S{tile}")
-            ptx.mma_chain(s, q, k, idesc, steps=list(zip(steps, steps)), accumulate=Int32(0))
+            ptx.mma_chain(s, q, k, idesc, steps=[(x, x) for x in steps], accumulate=Int32(0))
             tcgen05.commit(self.barrier(env, "kv_empty", 0, ring.slot))
             tcgen05.commit(self.barrier(env, "s_full", tile))
         if word < 0:
@@ -388,7 +365,7 @@ class VsaForwardSm100(PersistentKernel):
 
     @cute.jit
     def issue_pv(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
-        """O += P V, P in tensor memory, V as it lies (MN-major); the last 32 keys wait for their P."""
+        """O += P V, P in tensor memory, V MN-major as it lies; the last 32 keys await their P."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, HEAD_DIM, b_mn_major=True)
         v = self.descriptor(env, "kv", ring.slot >> 3, ptx.mn_major_descriptor(HALF_BYTES))
         o = SCHEDULE.tmem_column(f"O{tile}")
@@ -421,8 +398,7 @@ class VsaForwardSm100(PersistentKernel):
     def softmax(self, env: Env, tile: cutlass.Constexpr):
         """Turn S into P, one row for each thread, keeping its running maximum and sum."""
         stream = Stream.start()
-        index = Int32(0)
-        item = self.take_item(env, index)
+        item = self.take_item(env, Int32(0))
         while item.valid != 0:
             m_log2, total = Float32(softmax.FLOOR), Float32(0.0)
             stream = self.take_word(env, tile, stream)
@@ -435,8 +411,7 @@ class VsaForwardSm100(PersistentKernel):
                 self.arrive(env, "sum_full", tile)
             if const_expr(self.config.return_lse):
                 self.store_lse(env, tile, item, m_log2, total)
-            index += 1
-            item = self.take_item(env, index)
+            item = self.take_item(env, item.number + 1)
 
     def stat_address(self, env: Env, region: str, tile: int) -> tuple[Int32, int]:
         """Return where this thread's float in `alpha` or `sum` lies."""
@@ -544,25 +519,23 @@ class VsaForwardSm100(PersistentKernel):
     def correction(self, env: Env):
         """Rescale O where a maximum grew; at the end of a row divide by the sum and hand O over."""
         stream0, stream1 = Stream.start(), Stream.start()
-        index = Int32(0)
-        item = self.take_item(env, index)
+        item = self.take_item(env, Int32(0))
         while item.valid != 0:
-            stream0 = self.correct_first(env, 0, item, stream0, index)
-            stream1 = self.correct_first(env, 1, item, stream1, index)
+            stream0 = self.correct_first(env, 0, item, stream0)
+            stream1 = self.correct_first(env, 1, item, stream1)
             while (stream0.word | stream1.word) != 0:
-                stream0 = self.correct_round(env, 0, item, stream0, index)
-                stream1 = self.correct_round(env, 1, item, stream1, index)
-            index += 1
-            item = self.take_item(env, index)
+                stream0 = self.correct_round(env, 0, item, stream0)
+                stream1 = self.correct_round(env, 1, item, stream1)
+            item = self.take_item(env, item.number + 1)
 
     @cute.jit
     def correct_first(
-        self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, index: Int32
+        self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream
     ) -> Stream:
         """Let the first PV overwrite O, or write the zeros of an empty row."""
         stream = self.take_word(env, tile, stream)
         if stream.word == 0:
-            self.wait(env, "out_empty", tile, (index & 1) ^ 1)
+            self.wait(env, "out_empty", tile, (item.number & 1) ^ 1)
             for chunk in range_constexpr(HEAD_DIM // 8):
                 ptx.smem_store_v4(*self.out_address(env, tile, chunk), [Int32(0)] * 4)
             self.publish_out(env, tile)
@@ -579,7 +552,7 @@ class VsaForwardSm100(PersistentKernel):
 
     @cute.jit
     def correct_round(
-        self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, index: Int32
+        self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream
     ) -> Stream:
         """Rescale O for the next round, or finish the row after its last one."""
         word, cursor, rounds, rows = stream
@@ -593,7 +566,7 @@ class VsaForwardSm100(PersistentKernel):
                 word = (alpha & LAST) | 1
                 cursor += 8
             else:
-                self.finish(env, tile, item, rows, index)
+                self.finish(env, tile, item, rows)
                 word = Int32(0)
                 rows += 1
         return Stream(word, cursor, rounds, rows)
@@ -617,7 +590,6 @@ class VsaForwardSm100(PersistentKernel):
         tile: cutlass.Constexpr,
         item: Item,
         rows: Int32,
-        index: Int32,
     ):
         """O / l, rounded, to shared memory; padding rows become 0."""
         self.wait(env, "sum_full", tile, rows & 1)
@@ -631,7 +603,7 @@ class VsaForwardSm100(PersistentKernel):
             thread = cute.arch.thread_idx()[0] & (TILE - 1)
             kept = Int32(thread < block_list.q_size(env.tables, item.pair * 2 + tile))
         self.wait(env, "o_full", tile, rows & 1)
-        self.wait(env, "out_empty", tile, (index & 1) ^ 1)
+        self.wait(env, "out_empty", tile, (item.number & 1) ^ 1)
         ptx.fence_tmem_after_sync()
         for start in range_constexpr(0, HEAD_DIM, 16):
             column = SCHEDULE.tmem_column(f"O{tile}") + start
@@ -664,11 +636,10 @@ class VsaForwardSm100(PersistentKernel):
     @cute.jit
     def store(self, env: Env):
         """Write finished tiles to global memory; rows past the last query are dropped by TMA."""
-        index = Int32(0)
-        item = self.take_item(env, index)
+        item = self.take_item(env, Int32(0))
         while item.valid != 0:
             for tile in range_constexpr(2):
-                self.wait(env, "out_full", tile, index & 1)
+                self.wait(env, "out_full", tile, item.number & 1)
                 target = self.query_tile(env, 3, item.pair * 2 + tile, item)
                 source, target = tiles.boxes(env.maps[3][0], self.tile_at(env, "out", tile), target)
                 with cute.arch.elect_one():
@@ -676,8 +647,7 @@ class VsaForwardSm100(PersistentKernel):
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     self.arrive(env, "out_empty", tile)
-            index += 1
-            item = self.take_item(env, index)
+            item = self.take_item(env, item.number + 1)
 
 
 def compile_kernel(config: Config, options: str = "") -> Any:

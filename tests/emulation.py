@@ -1,6 +1,6 @@
 """Run a launch plan on a PTX emulator that the environment names; tests skip without one.
 
-``SPARSE_ATTEN_EMULATOR`` is a folder that holds a Python package `emu` with ``run_ptx``, `TensorMap`
+``SPARSE_ATTEN_EMULATOR`` is a folder that holds a Python package `emu` with `run_ptx`, `TensorMap`
 and `SCHEDULES`.
 """
 

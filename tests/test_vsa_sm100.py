@@ -1,7 +1,7 @@
 """The Blackwell VSA kernel: what the compiler made of it, and its numbers on an emulator.
 
-Nothing here has run on a GPU. The oracle is the definition in float64, one Q block at a time over the
-keys that it sees.
+Nothing here has run on a GPU. The oracle is the definition in float64, one Q block at a time over
+the keys that it sees.
 """
 
 from __future__ import annotations

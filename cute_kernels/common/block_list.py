@@ -49,6 +49,7 @@ class Item(NamedTuple):
     head: Int32
     batch: Int32
     valid: Int32
+    number: Int32  # how many items this CTA took before
 
 
 class Row(NamedTuple):
@@ -59,6 +60,8 @@ class Row(NamedTuple):
     size: Int32  # the lane's valid keys
     next: Int32  # first entry after the window
     count: Int32  # entries of the list
+    batch: Int32
+    head: Int32
     q_block: Int32
     kv_head: Int32
     current: Int32  # the KV block that was taken last
@@ -95,12 +98,12 @@ def open_row(
         if const_expr(has_sizes[1]):
             count *= Int32(q_size(tables, q_block) > 0)
     zero = Int32(0)
-    row = Row(zero, zero, zero, zero, count, q_block, item.head // tables.group_size, zero)
-    return refill(tables, item, row, has_sizes)
+    place = (item.batch, item.head, q_block, item.head // tables.group_size)
+    return refill(tables, Row(zero, zero, zero, zero, count, *place, zero), has_sizes)
 
 
 @cute.jit
-def refill(tables: Tables, item: Item, row: Row, has_sizes: cutlass.Constexpr) -> Row:
+def refill(tables: Tables, row: Row, has_sizes: cutlass.Constexpr) -> Row:
     """Read windows until one holds a kept block or the list ends."""
     lane = cute.arch.lane_idx()
     num_blocks = (tables.num_keys + BLOCK - 1) // BLOCK
@@ -112,13 +115,13 @@ def refill(tables: Tables, item: Item, row: Row, has_sizes: cutlass.Constexpr) -
             block = entry
             if row.q_block >= tables.dense_rows:
                 b, h, n, k = tables.indices_strides
-                offset = Int64(item.batch) * b + Int64(item.head) * h + Int64(row.q_block) * n
+                offset = Int64(row.batch) * b + Int64(row.head) * h + Int64(row.q_block) * n
                 block = read_int(tables.indices, offset + Int64(entry) * k)
         if (block >= 0) & (block < num_blocks):
             size = cutlass.min(tables.num_keys - block * BLOCK, BLOCK)
             if const_expr(has_sizes[0]):
                 b, n = tables.kv_sizes_strides
-                given = read_int(tables.kv_sizes, Int64(item.batch) * b + Int64(block) * n)
+                given = read_int(tables.kv_sizes, Int64(row.batch) * b + Int64(block) * n)
                 size = cutlass.max(cutlass.min(given, size), 0)
         pending = Int32(cute.arch.vote_ballot_sync(size > 0))
         row = row._replace(pending=pending, block=block, size=size, next=row.next + WINDOW)
@@ -126,14 +129,14 @@ def refill(tables: Tables, item: Item, row: Row, has_sizes: cutlass.Constexpr) -
 
 
 @cute.jit
-def take_block(tables: Tables, item: Item, row: Row, has_sizes: cutlass.Constexpr):
+def take_block(tables: Tables, row: Row, has_sizes: cutlass.Constexpr):
     """Take the first pending entry; return the row after it and the round word."""
     lowest = row.pending & (0 - row.pending)
     source = cute.arch.popc(lowest - 1)
     block = cute.arch.shuffle_sync(row.block, source)
     word = cute.arch.shuffle_sync(row.size, source)
     row = row._replace(pending=row.pending ^ lowest, current=block)
-    row = refill(tables, item, row, has_sizes)
+    row = refill(tables, row, has_sizes)
     if row.pending == 0:
         word = word | LAST
     return row, word

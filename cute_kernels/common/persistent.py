@@ -97,14 +97,14 @@ class PersistentKernel:
 
     @cute.jit
     def take_item(self, env: Env, index: Int32) -> Item:
-        """Wait for the work item number `index` of this CTA."""
+        """Wait for the CTA's work item number `index`."""
         slot = (index & (ITEM_SLOTS - 1)) * MBARRIER_BYTES
         self.wait(env, "item_full", 0, (index >> 1) & 1, slot)
-        item = Item(*ptx.smem_load_v4(env.smem + slot * 2, self.schedule.smem_offset("items")))
+        words = ptx.smem_load_v4(env.smem + slot * 2, self.schedule.smem_offset("items"))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             self.arrive(env, "item_empty", 0, slot)
-        return item
+        return Item(*words, index)
 
     @cute.jit
     def scheduler(self, env: Env):
@@ -114,7 +114,7 @@ class PersistentKernel:
         pairs = ((tables.num_queries + BLOCK - 1) // BLOCK + 1) // 2
         response = cute.recast_ptr(env.base + self.schedule.smem_offset("clc"), dtype=Int32)
         linear = x
-        item = Item(x, y, z, Int32(1))
+        item = Item(x, y, z, Int32(1), Int32(0))
         if const_expr(self.persistent == "static"):
             item = self.unravel(tables, linear, pairs)
         self.publish_item(env, Int32(0), item)
@@ -131,7 +131,7 @@ class PersistentKernel:
                     cute.arch.mbarrier_arrive_and_expect_tx(clc_full, 16)
                     cute.arch.issue_clc_query(clc_full, response, multicast=False)
                 self.wait(env, "clc_full", 0, (index & 1) ^ 1)
-                item = Item(*cute.arch.clc_response(response))
+                item = Item(*cute.arch.clc_response(response), index)
                 # The next response is written by the asynchronous proxy: this read comes first.
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
@@ -143,13 +143,16 @@ class PersistentKernel:
         rest = linear // pairs
         batch = rest // tables.num_q_heads
         head = rest - batch * tables.num_q_heads
-        return Item(linear - rest * pairs, head, batch, Int32(batch < tables.batch))
+        valid = Int32(batch < tables.batch)
+        return Item(linear - rest * pairs, head, batch, valid, Int32(0))
 
     def publish_item(self, env: Env, index: Int32, item: Item) -> None:
         """Write an item to its slot and signal it."""
         slot = (index & (ITEM_SLOTS - 1)) * MBARRIER_BYTES
         with cute.arch.elect_one():
-            ptx.smem_store_v4(env.smem + slot * 2, self.schedule.smem_offset("items"), list(item))
+            ptx.smem_store_v4(
+                env.smem + slot * 2, self.schedule.smem_offset("items"), list(item[:4])
+            )
             self.arrive(env, "item_full", 0, slot)
 
     @cute.jit
