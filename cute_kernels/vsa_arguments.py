@@ -119,7 +119,24 @@ class Arguments:
 _NOTHING = Operand(0, (0, 0, 0))
 # A call without tensors: what a kernel is compiled with.
 NO_ARGUMENTS = Arguments(
-    *[_NOTHING] * 4, *(Table(0, (0,) * rank) for rank in (4, 3, 2, 1)), 0, *[1] * 7, 1.0, ()
+    q=_NOTHING,
+    k=_NOTHING,
+    v=_NOTHING,
+    out=_NOTHING,
+    indices=Table(0, (0,) * 4),
+    counts=Table(0, (0,) * 3),
+    kv_sizes=Table(0, (0,) * 2),
+    q_sizes=Table(0, (0,)),
+    lse_address=0,
+    batch=1,
+    num_q_heads=1,
+    group_size=1,
+    num_queries=1,
+    num_keys=1,
+    table_width=1,
+    dense_rows=0,
+    scale_log2=1.0,
+    tensors=(),
 )
 
 

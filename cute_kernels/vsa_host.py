@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
+import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
@@ -29,11 +29,11 @@ def make_maps(
     for name, pointer, steps in zip("qkvo", operands, strides, strict=True):
         b, h, s = (cute.assume(stride, divby=8) for stride in steps)
         if name in "qo":
-            shape = (tables.num_queries, HEAD_DIM, tables.num_q_heads, tables.batch)
-            layout = cute.make_layout(shape, stride=(s, 1, h, b))
+            queries = (tables.num_queries, HEAD_DIM, tables.num_q_heads, tables.batch)
+            layout = cute.make_layout(queries, stride=(s, 1, h, b))
         else:
-            shape = (BLOCK, HEAD_DIM, num_kv_blocks, num_kv_heads, tables.batch)
-            layout = cute.make_layout(shape, stride=(s, 1, s * BLOCK, h, b))
+            keys = (BLOCK, HEAD_DIM, num_kv_blocks, num_kv_heads, tables.batch)
+            layout = cute.make_layout(keys, stride=(s, 1, s * BLOCK, h, b))
         op = cpasync.CopyBulkTensorTileS2GOp() if name == "o" else cpasync.CopyBulkTensorTileG2SOp()
         tensor = cute.make_tensor(pointer, layout)
         info = cpasync.make_tiled_tma_atom(op, tensor, tile_layout, (BLOCK, HEAD_DIM))
@@ -54,13 +54,15 @@ def host_values(
     strides = [tuple(Int64(x) for x in table.strides) for table in tables]
     return (
         tuple(pointer(dtype, operand.address, 16) for operand in operands),
-        Tables(
-            *(pointer(Int32, table.address, 4) for table in tables),
-            pointer(Float32, arguments.lse_address, 4),
-            *strides[:3],
-            strides[3][0],
-            *(Int32(x) for x in arguments.scalars),
-            Float32(arguments.scale_log2),
+        Tables._make(
+            [
+                *(pointer(Int32, table.address, 4) for table in tables),
+                pointer(Float32, arguments.lse_address, 4),
+                *strides[:3],
+                strides[3][0],
+                *(Int32(x) for x in arguments.scalars),
+                Float32(arguments.scale_log2),
+            ]
         ),
         tuple(tuple(Int64(x) for x in operand.strides) for operand in operands),
         tuple(Int32(x) for x in grid),

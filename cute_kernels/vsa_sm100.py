@@ -13,8 +13,8 @@ it cancels (cluster launch control), or strides over the items (static). The two
 share only the K/V ring: each runs its own number of rounds, and a round is one KV block.
 
 Protocol. The load warp alone decides what is dropped, and publishes a word for each round; all
-roles run from these words, which are at most 8 ahead of their slowest reader (K/V slots, Q and the queue
-of items hold the loader back). Warps, barriers, tensor and shared memory are tables in `SCHEDULE`;
+roles run from these words, at most 8 ahead of their slowest reader (K/V slots, Q and the queue of
+items hold the loader back). Warps, barriers, tensor and shared memory are tables in `SCHEDULE`;
 `SCHEDULE.tables()` prints them. Tensor memory is allocated whole, so its addresses start at 0.
 
 Masking. A partial block lies at the end of its tile: the rows before it have negative coordinates,
@@ -46,7 +46,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
@@ -178,8 +177,8 @@ class VsaForwardSm100(PersistentKernel):
         tables: Tables,
         operand_strides: tuple,
         grid: tuple[Int32, Int32, Int32],
-        stream: cuda.CUstream,
-    ):
+        stream: Any,
+    ) -> None:
         """Make the TMA descriptors and launch."""
         maps = make_maps(operands, operand_strides, tables, tiles.tile_layout(self.dtype))
         self.kernel(maps, tables).launch(
@@ -191,7 +190,7 @@ class VsaForwardSm100(PersistentKernel):
         )
 
     @cute.kernel
-    def kernel(self, maps: tuple, tables: Tables):
+    def kernel(self, maps: tuple, tables: Tables) -> None:
         """Set up the CTA, run each warp's role, and clean up."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         base = cutlass.memory.SmemAllocator().allocate(SCHEDULE.smem_bytes, 1024)
@@ -236,7 +235,7 @@ class VsaForwardSm100(PersistentKernel):
     # ---- load ----------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, env: Env):
+    def load(self, env: Env) -> None:
         """Walk both lists, decide what is kept, publish each round, load Q, K and V."""
         ring = Ring(Int32(0), Int32(1))
         stream0, stream1 = Stream.start(), Stream.start()
@@ -247,10 +246,12 @@ class VsaForwardSm100(PersistentKernel):
             while (stream0.word | stream1.word) != 0:
                 row0, stream0, ring = self.load_round(env, 0, row0, stream0, ring)
                 row1, stream1, ring = self.load_round(env, 1, row1, stream1, ring)
-            item = self.take_item(env, item.number + 1)
+            item = self.take_item(env, item.order + 1)
 
     @cute.jit
-    def load_first(self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, ring: Ring):
+    def load_first(
+        self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, ring: Ring
+    ) -> tuple[Row, Stream, Ring]:
         """Open a row; publish its first round and load Q and K, or publish that it has none."""
         row = block_list.open_row(env.tables, item, tile, self.has_sizes)
         if row.pending == 0:
@@ -263,12 +264,14 @@ class VsaForwardSm100(PersistentKernel):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
             source = self.query_tile(env, 0, row.q_block, item)
-            self.load_tile(env, 0, source, self.tile_at(env, "q", tile), full)
+            tiles.load_tile(env.maps[0][0], source, self.tile_at(env, "q", tile), full)
             ring = self.load_kv(env, 1, row, word, ring)
         return row, stream, ring
 
     @cute.jit
-    def load_round(self, env: Env, tile: cutlass.Constexpr, row: Row, stream: Stream, ring: Ring):
+    def load_round(
+        self, env: Env, tile: cutlass.Constexpr, row: Row, stream: Stream, ring: Ring
+    ) -> tuple[Row, Stream, Ring]:
         """Load V of the round in work; publish the next round and load its K."""
         word = stream.word
         if word != 0:
@@ -281,7 +284,7 @@ class VsaForwardSm100(PersistentKernel):
                 stream = Stream(Int32(0), stream.cursor, stream.rounds, stream.rows + 1)
         return row, stream, ring
 
-    def load_kv(self, env: Env, operand: int, row: Row, word: Int32, ring: Ring):
+    def load_kv(self, env: Env, operand: int, row: Row, word: Int32, ring: Ring) -> Ring:
         """Load K (operand 1) or V (operand 2) of the block in work, its valid rows at the end."""
         self.wait(env, "kv_empty", 0, ring.phase, ring.slot)
         full = self.barrier(env, "kv_full", 0, ring.slot)
@@ -289,14 +292,9 @@ class VsaForwardSm100(PersistentKernel):
             cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
         origin = ((word & KEYS) - TILE, 0, row.current, row.kv_head, row.batch)
         source = cute.domain_offset(origin, env.maps[operand][1])[(None, None, 0, 0, 0)]
-        self.load_tile(env, operand, source, self.tile_at(env, "kv", ring.slot >> 3), full)
+        target = self.tile_at(env, "kv", ring.slot >> 3)
+        tiles.load_tile(env.maps[operand][0], source, target, full)
         return tiles.advance(ring, KV_SLOTS)
-
-    def load_tile(self, env: Env, operand: int, source: cute.Tensor, target, full) -> None:
-        """Issue the TMA loads of one tile."""
-        atom = env.maps[operand][0]
-        target, source = tiles.boxes(atom, target, source)
-        cute.copy(atom, source, target, tma_bar_ptr=full)
 
     def tile_at(self, env: Env, region: str, index: Int32 | int) -> cute.Tensor:
         """View tile number `index` of a region of shared memory."""
@@ -311,7 +309,7 @@ class VsaForwardSm100(PersistentKernel):
     # ---- MMA -----------------------------------------------------------------------------------
 
     @cute.jit
-    def mma(self, env: Env):
+    def mma(self, env: Env) -> None:
         """Issue S = Q K^T and O += P V for both tiles in turn."""
         ring = Ring(Int32(0), Int32(0))
         stream0, stream1 = Stream.start(), Stream.start()
@@ -322,10 +320,12 @@ class VsaForwardSm100(PersistentKernel):
             while (stream0.word | stream1.word) != 0:
                 stream0, ring = self.mma_round(env, 0, stream0, ring)
                 stream1, ring = self.mma_round(env, 1, stream1, ring)
-            item = self.take_item(env, item.number + 1)
+            item = self.take_item(env, item.order + 1)
 
     @cute.jit
-    def mma_first(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
+    def mma_first(
+        self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring
+    ) -> tuple[Stream, Ring]:
         """Issue the first QK of a row."""
         stream = self.take_word(env, tile, stream)
         if stream.word != 0:
@@ -335,7 +335,9 @@ class VsaForwardSm100(PersistentKernel):
         return stream, ring
 
     @cute.jit
-    def mma_round(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
+    def mma_round(
+        self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring
+    ) -> tuple[Stream, Ring]:
         """Issue PV of the round in work, then QK of the next one."""
         if stream.word != 0:
             ring = self.issue_pv(env, tile, stream, ring)
@@ -345,7 +347,7 @@ class VsaForwardSm100(PersistentKernel):
         return stream, ring
 
     @cute.jit
-    def issue_qk(self, env: Env, tile: cutlass.Constexpr, word: Int32, ring: Ring):
+    def issue_qk(self, env: Env, tile: cutlass.Constexpr, word: Int32, ring: Ring) -> Ring:
         """S = Q K^T, both K-major in shared memory."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, TILE, b_mn_major=False)
         q = self.descriptor(env, "q", tile, ptx.k_major_descriptor())
@@ -364,7 +366,7 @@ class VsaForwardSm100(PersistentKernel):
         return tiles.advance(ring, KV_SLOTS)
 
     @cute.jit
-    def issue_pv(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring):
+    def issue_pv(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring) -> Ring:
         """O += P V, P in tensor memory, V MN-major as it lies; the last 32 keys await their P."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, HEAD_DIM, b_mn_major=True)
         v = self.descriptor(env, "kv", ring.slot >> 3, ptx.mn_major_descriptor(HALF_BYTES))
@@ -387,7 +389,9 @@ class VsaForwardSm100(PersistentKernel):
                 tcgen05.commit(self.barrier(env, "o_full", tile))
         return tiles.advance(ring, KV_SLOTS)
 
-    def descriptor(self, env: Env, region: str, index, constant: int) -> tuple:
+    def descriptor(
+        self, env: Env, region: str, index: Int32 | int, constant: int
+    ) -> tuple[Int32, int]:
         """Describe tile number `index` of a region of shared memory."""
         address = env.smem + SCHEDULE.smem_offset(region) + index * TILE_BYTES
         return ptx.smem_descriptor(address, constant)
@@ -395,7 +399,7 @@ class VsaForwardSm100(PersistentKernel):
     # ---- softmax -------------------------------------------------------------------------------
 
     @cute.jit
-    def softmax(self, env: Env, tile: cutlass.Constexpr):
+    def softmax(self, env: Env, tile: cutlass.Constexpr) -> None:
         """Turn S into P, one row for each thread, keeping its running maximum and sum."""
         stream = Stream.start()
         item = self.take_item(env, Int32(0))
@@ -411,7 +415,7 @@ class VsaForwardSm100(PersistentKernel):
                 self.arrive(env, "sum_full", tile)
             if const_expr(self.config.return_lse):
                 self.store_lse(env, tile, item, m_log2, total)
-            item = self.take_item(env, item.number + 1)
+            item = self.take_item(env, item.order + 1)
 
     def stat_address(self, env: Env, region: str, tile: int) -> tuple[Int32, int]:
         """Return where this thread's float in `alpha` or `sum` lies."""
@@ -430,7 +434,7 @@ class VsaForwardSm100(PersistentKernel):
         stream: Stream,
         m_log2: Float32,
         total: Float32,
-    ):
+    ) -> tuple[Float32, Float32]:
         """One round: maximum, factor for O, exponentials, P. Returns the new maximum and sum."""
         scale = env.tables.scale_log2
         lanes, s_column = self.tmem_lanes(), SCHEDULE.tmem_column(f"S{tile}")
@@ -480,7 +484,7 @@ class VsaForwardSm100(PersistentKernel):
         return [pair >= first for pair in range(16)]
 
     @cute.jit
-    def mask(self, lanes: Int32, column: cutlass.Constexpr, lead: Int32):
+    def mask(self, lanes: Int32, column: cutlass.Constexpr, lead: Int32) -> None:
         """Overwrite the first `lead` scores with -inf: a partial block lies at its tile's end."""
         minus_inf = [-Float32.inf] * 16
         address = lanes
@@ -497,14 +501,14 @@ class VsaForwardSm100(PersistentKernel):
     @cute.jit
     def store_lse(
         self, env: Env, tile: cutlass.Constexpr, item: Item, m_log2: Float32, total: Float32
-    ):
+    ) -> None:
         """Write this row's LSE, -inf where no key was seen or the row is padding."""
         tables = env.tables
         q_block = item.pair * 2 + tile
         thread = cute.arch.thread_idx()[0] & (TILE - 1)
         row = q_block * TILE + thread
         if row < tables.num_queries:
-            lse = (m_log2 + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            lse = (m_log2 + ptx.log2(total)) * math.log(2.0)
             seen = total != 0.0
             if const_expr(self.config.q_sizes):
                 seen = seen & (thread < block_list.q_size(tables, q_block))
@@ -516,7 +520,7 @@ class VsaForwardSm100(PersistentKernel):
     # ---- correction ----------------------------------------------------------------------------
 
     @cute.jit
-    def correction(self, env: Env):
+    def correction(self, env: Env) -> None:
         """Rescale O where a maximum grew; at the end of a row divide by the sum and hand O over."""
         stream0, stream1 = Stream.start(), Stream.start()
         item = self.take_item(env, Int32(0))
@@ -526,7 +530,7 @@ class VsaForwardSm100(PersistentKernel):
             while (stream0.word | stream1.word) != 0:
                 stream0 = self.correct_round(env, 0, item, stream0)
                 stream1 = self.correct_round(env, 1, item, stream1)
-            item = self.take_item(env, item.number + 1)
+            item = self.take_item(env, item.order + 1)
 
     @cute.jit
     def correct_first(
@@ -535,7 +539,7 @@ class VsaForwardSm100(PersistentKernel):
         """Let the first PV overwrite O, or write the zeros of an empty row."""
         stream = self.take_word(env, tile, stream)
         if stream.word == 0:
-            self.wait(env, "out_empty", tile, (item.number & 1) ^ 1)
+            self.wait(env, "out_empty", tile, (item.order & 1) ^ 1)
             for chunk in range_constexpr(HEAD_DIM // 8):
                 ptx.smem_store_v4(*self.out_address(env, tile, chunk), [Int32(0)] * 4)
             self.publish_out(env, tile)
@@ -572,7 +576,7 @@ class VsaForwardSm100(PersistentKernel):
         return Stream(word, cursor, rounds, rows)
 
     @cute.jit
-    def rescale(self, env: Env, tile: cutlass.Constexpr, alpha: Float32):
+    def rescale(self, env: Env, tile: cutlass.Constexpr, alpha: Float32) -> None:
         """Multiply this thread's row of O by alpha."""
         ptx.fence_tmem_after_sync()
         for start in range_constexpr(0, HEAD_DIM, 16):
@@ -590,7 +594,7 @@ class VsaForwardSm100(PersistentKernel):
         tile: cutlass.Constexpr,
         item: Item,
         rows: Int32,
-    ):
+    ) -> None:
         """O / l, rounded, to shared memory; padding rows become 0."""
         self.wait(env, "sum_full", tile, rows & 1)
         total = ptx.smem_load(*self.stat_address(env, "sum", tile), Float32)
@@ -603,7 +607,7 @@ class VsaForwardSm100(PersistentKernel):
             thread = cute.arch.thread_idx()[0] & (TILE - 1)
             kept = Int32(thread < block_list.q_size(env.tables, item.pair * 2 + tile))
         self.wait(env, "o_full", tile, rows & 1)
-        self.wait(env, "out_empty", tile, (item.number & 1) ^ 1)
+        self.wait(env, "out_empty", tile, (item.order & 1) ^ 1)
         ptx.fence_tmem_after_sync()
         for start in range_constexpr(0, HEAD_DIM, 16):
             column = SCHEDULE.tmem_column(f"O{tile}") + start
@@ -634,12 +638,12 @@ class VsaForwardSm100(PersistentKernel):
     # ---- store ---------------------------------------------------------------------------------
 
     @cute.jit
-    def store(self, env: Env):
+    def store(self, env: Env) -> None:
         """Write finished tiles to global memory; rows past the last query are dropped by TMA."""
         item = self.take_item(env, Int32(0))
         while item.valid != 0:
             for tile in range_constexpr(2):
-                self.wait(env, "out_full", tile, item.number & 1)
+                self.wait(env, "out_full", tile, item.order & 1)
                 target = self.query_tile(env, 3, item.pair * 2 + tile, item)
                 source, target = tiles.boxes(env.maps[3][0], self.tile_at(env, "out", tile), target)
                 with cute.arch.elect_one():
@@ -647,17 +651,11 @@ class VsaForwardSm100(PersistentKernel):
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     self.arrive(env, "out_empty", tile)
-            item = self.take_item(env, item.number + 1)
+            item = self.take_item(env, item.order + 1)
 
 
 def compile_kernel(config: Config, options: str = "") -> Any:
-    """Compile for the architecture that CuTe-DSL was imported for; see `launch` for a call.
-
-    Parameters
-    ----------
-    options : str
-        What `cute.compile` takes, ``--gpu-arch`` for one.
-    """
+    """Compile for the architecture that CuTe-DSL was imported for; `launch` runs the result."""
     values = host_values(NO_ARGUMENTS, DTYPES[config.dtype], (1, 1, 1), 0)
     return cute.compile(VsaForwardSm100(config), *values, options=options)
 

@@ -49,7 +49,7 @@ class Item(NamedTuple):
     head: Int32
     batch: Int32
     valid: Int32
-    number: Int32  # how many items this CTA took before
+    order: Int32  # how many items this CTA took before
 
 
 class Row(NamedTuple):
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     block: Int32  # the lane's KV block
     size: Int32  # the lane's valid keys
     next: Int32  # first entry after the window
-    count: Int32  # entries of the list
+    length: Int32  # entries of the list
     batch: Int32
     head: Int32
     q_block: Int32
@@ -107,11 +107,11 @@ def refill(tables: Tables, row: Row, has_sizes: cutlass.Constexpr) -> Row:
     """Read windows until one holds a kept block or the list ends."""
     lane = cute.arch.lane_idx()
     num_blocks = (tables.num_keys + BLOCK - 1) // BLOCK
-    while (row.pending == 0) & (row.next < row.count):
+    while (row.pending == 0) & (row.next < row.length):
         entry = row.next + lane
         block = Int32(-1)
         size = Int32(0)
-        if entry < row.count:
+        if entry < row.length:
             block = entry
             if row.q_block >= tables.dense_rows:
                 b, h, n, k = tables.indices_strides
@@ -129,7 +129,7 @@ def refill(tables: Tables, row: Row, has_sizes: cutlass.Constexpr) -> Row:
 
 
 @cute.jit
-def take_block(tables: Tables, row: Row, has_sizes: cutlass.Constexpr):
+def take_block(tables: Tables, row: Row, has_sizes: cutlass.Constexpr) -> tuple[Row, Int32]:
     """Take the first pending entry; return the row after it and the round word."""
     lowest = row.pending & (0 - row.pending)
     source = cute.arch.popc(lowest - 1)

@@ -80,18 +80,22 @@ class PersistentKernel:
                     cute.arch.mbarrier_init(first + index, arrivals)
         cute.arch.mbarrier_init_fence()
 
-    def barrier(self, env: Env, name: str, stage: int = 0, offset: Int32 | None = None):
+    def barrier(
+        self, env: Env, name: str, stage: int = 0, offset: Int32 | None = None
+    ) -> cute.Pointer:
         """Return the mbarrier of a stage, or `offset` bytes after it."""
         address = env.smem if offset is None else env.smem + offset
         index = self.schedule.barrier_index(name) + stage
         address += self.schedule.smem_offset("barriers") + MBARRIER_BYTES * index
         return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=MBARRIER_BYTES)
 
-    def wait(self, env: Env, name: str, stage: int, phase: Int32, offset=None) -> None:
+    def wait(
+        self, env: Env, name: str, stage: int, phase: Int32, offset: Int32 | None = None
+    ) -> None:
         """Block until the phase of that parity is complete."""
         cute.arch.mbarrier_wait(self.barrier(env, name, stage, offset), phase)
 
-    def arrive(self, env: Env, name: str, stage: int = 0, offset=None) -> None:
+    def arrive(self, env: Env, name: str, stage: int = 0, offset: Int32 | None = None) -> None:
         """Arrive once for the calling lane."""
         cute.arch.mbarrier_arrive(self.barrier(env, name, stage, offset))
 
@@ -104,10 +108,10 @@ class PersistentKernel:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             self.arrive(env, "item_empty", 0, slot)
-        return Item(*words, index)
+        return Item(words[0], words[1], words[2], words[3], index)
 
     @cute.jit
-    def scheduler(self, env: Env):
+    def scheduler(self, env: Env) -> None:
         """Publish this CTA's own work item, then those of CTAs that will not be launched."""
         tables = env.tables
         x, y, z = cute.arch.block_idx()
@@ -131,7 +135,8 @@ class PersistentKernel:
                     cute.arch.mbarrier_arrive_and_expect_tx(clc_full, 16)
                     cute.arch.issue_clc_query(clc_full, response, multicast=False)
                 self.wait(env, "clc_full", 0, (index & 1) ^ 1)
-                item = Item(*cute.arch.clc_response(response), index)
+                x, y, z, valid = cute.arch.clc_response(response)
+                item = Item(x, y, z, valid, index)
                 # The next response is written by the asynchronous proxy: this read comes first.
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()

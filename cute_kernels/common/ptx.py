@@ -6,6 +6,8 @@ thread's row of S stays in registers under Python names.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.arch import inline_ptx
@@ -128,7 +130,7 @@ def smem_load_v4(address: Int32, offset: int) -> tuple:
     )
 
 
-def smem_load(address: Int32, offset: int, dtype: type) -> Int32 | Float32:
+def smem_load(address: Int32, offset: int, dtype: type) -> Any:
     """Read one 32-bit word from shared memory (PTX ISA, ld)."""
     return inline_ptx(
         f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];",
@@ -161,6 +163,13 @@ def exp2(x: Float32) -> Float32:
     """Return 2^x on the special function unit (PTX ISA, ex2)."""
     return inline_ptx(
         "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def log2(x: Float32) -> Float32:
+    """Return log2 x on the special function unit (PTX ISA, lg2)."""
+    return inline_ptx(
+        "lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
     )
 
 
@@ -206,7 +215,7 @@ def exp2_cubic(a: Float32, b: Float32) -> tuple[Float32, Float32]:
     p = cute.arch.fma_packed_f32x2(f, (Float32(_C3),) * 2, (Float32(_C2),) * 2)
     p = cute.arch.fma_packed_f32x2(f, p, (Float32(_C1),) * 2)
     p = cute.arch.fma_packed_f32x2(f, p, (Float32(1.0),) * 2)
-    return tuple(_scale_exponent(v, e) for v, e in zip(p, floor_bits, strict=True))
+    return _scale_exponent(p[0], floor_bits[0]), _scale_exponent(p[1], floor_bits[1])
 
 
 def _scale_exponent(mantissa: Float32, exponent: Float32) -> Float32:

@@ -48,3 +48,11 @@ def boxes(atom: cute.CopyAtom, tile: cute.Tensor, coordinates: cute.Tensor) -> t
     """Cut a tile and its global coordinates into what one TMA instruction moves."""
     tile, coordinates = cute.group_modes(tile, 0, 2), cute.group_modes(coordinates, 0, 2)
     return cpasync.tma_partition(atom, 0, cute.make_layout(1), tile, coordinates)
+
+
+def load_tile(
+    atom: cute.CopyAtom, coordinates: cute.Tensor, tile: cute.Tensor, full: cute.Pointer
+) -> None:
+    """Issue the TMA loads of a tile; they count their bytes on the mbarrier `full`. One warp."""
+    tile, coordinates = boxes(atom, tile, coordinates)
+    cute.copy(atom, coordinates, tile, tma_bar_ptr=full)
