@@ -1,7 +1,7 @@
 """Walk a Q block's list of KV blocks, 32 entries at a time, on the device.
 
 This is the one place where a block is dropped: an id outside the tensor, a block without a valid
-key. What is taken from here is computed.
+key (a negative size counts as none, a negative count as an empty list). What is taken is computed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def open_row(
             b, h, n = tables.counts_strides
             offset = Int64(item.batch) * b + Int64(item.head) * h + Int64(q_block) * n
             count = read_int(tables.counts, offset)
-            count = cutlass.max(cutlass.min(count, tables.table_width), 0)
+            count = cutlass.min(count, tables.table_width)
         if const_expr(has_sizes[1]):
             count *= Int32(q_size(tables, q_block) > 0)
     zero = Int32(0)
@@ -122,7 +122,7 @@ def refill(tables: Tables, row: Row, has_sizes: cutlass.Constexpr) -> Row:
             if const_expr(has_sizes[0]):
                 b, n = tables.kv_sizes_strides
                 given = read_int(tables.kv_sizes, Int64(row.batch) * b + Int64(block) * n)
-                size = cutlass.max(cutlass.min(given, size), 0)
+                size = cutlass.min(given, size)
         pending = Int32(cute.arch.vote_ballot_sync(size > 0))
         row = row._replace(pending=pending, block=block, size=size, next=row.next + WINDOW)
     return row
