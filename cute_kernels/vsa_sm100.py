@@ -341,9 +341,13 @@ class VsaForwardSm100(PersistentKernel):
         """Issue PV of the round in work, then QK of the next one."""
         if stream.word != 0:
             ring = self.issue_pv(env, tile, stream, ring)
-            stream = self.end_round(env, tile, stream)
-            if stream.word != 0:
+            if stream.word > 0:
+                stream = self.end_round(env, tile, stream)
                 ring = self.issue_qk(env, tile, stream.word, ring)
+            else:
+                with cute.arch.elect_one():
+                    tcgen05.commit(self.barrier(env, "o_full", tile))
+                stream = self.end_round(env, tile, stream)
         return stream, ring
 
     @cute.jit
@@ -384,9 +388,6 @@ class VsaForwardSm100(PersistentKernel):
                 ptx.mma_chain(o, (p,), v, idesc, steps=steps, accumulate=accumulate)
                 if const_expr(part == "p_tail_full"):
                     tcgen05.commit(self.barrier(env, "kv_empty", 0, ring.slot))
-        if stream.word < 0:
-            with cute.arch.elect_one():
-                tcgen05.commit(self.barrier(env, "o_full", tile))
         return tiles.advance(ring, KV_SLOTS)
 
     def descriptor(
@@ -560,19 +561,18 @@ class VsaForwardSm100(PersistentKernel):
     ) -> Stream:
         """Rescale O for the next round, or finish the row after its last one."""
         word, cursor, rounds, rows = stream
-        if word != 0:
+        if word > 0:
             rounds += 1
-            if word > 0:
-                alpha = self.take_alpha(env, tile, Stream(word, cursor, rounds, rows))
+            cursor += 8
+            alpha = self.take_alpha(env, tile, Stream(word, cursor, rounds, rows))
+            if cute.arch.vote_any_sync(alpha != ONE_BITS):
+                word |= alpha & LAST
                 if cute.arch.vote_any_sync((alpha & ~LAST) != ONE_BITS):
                     self.rescale(env, tile, ptx.bits_float(alpha & ~LAST))
-                self.arrive(env, "p_head_full", tile)
-                word = (alpha & LAST) | 1
-                cursor += 8
-            else:
-                self.finish(env, tile, item, rows)
-                word = Int32(0)
-                rows += 1
+            self.arrive(env, "p_head_full", tile)
+        elif word < 0:
+            self.finish(env, tile, item, rows)
+            word, rounds, rows = Int32(0), rounds + 1, rows + 1
         return Stream(word, cursor, rounds, rows)
 
     @cute.jit
