@@ -264,7 +264,7 @@ class VsaForwardSm100(PersistentKernel):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
             source = self.query_tile(env, 0, row.q_block, item)
-            tiles.load_tile(env.maps[0][0], source, self.tile_at(env, "q", tile), full)
+            tiles.load_tile(env.maps[0][0], source, self.tile_at(env, "q", tile * TILE_BYTES), full)
             ring = self.load_kv(env, 1, row, word, ring)
         return row, stream, ring
 
@@ -292,14 +292,13 @@ class VsaForwardSm100(PersistentKernel):
             cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
         origin = ((word & KEYS) - TILE, 0, row.current, row.kv_head, row.batch)
         source = cute.domain_offset(origin, env.maps[operand][1])[(None, None, 0, 0, 0)]
-        target = self.tile_at(env, "kv", ring.slot >> 3)
+        target = self.tile_at(env, "kv", ring.tile_offset())
         tiles.load_tile(env.maps[operand][0], source, target, full)
         return tiles.advance(ring, KV_SLOTS)
 
-    def tile_at(self, env: Env, region: str, index: Int32 | int) -> cute.Tensor:
-        """View tile number `index` of a region of shared memory."""
-        offset = SCHEDULE.smem_offset(region) + index * TILE_BYTES
-        return tiles.tile_at(env.base, offset, self.dtype)
+    def tile_at(self, env: Env, region: str, offset: Int32 | int) -> cute.Tensor:
+        """View the tile that starts `offset` bytes into a region of shared memory."""
+        return tiles.tile_at(env.base, SCHEDULE.smem_offset(region) + offset, self.dtype)
 
     def query_tile(self, env: Env, operand: int, q_block: Int32, item: Item) -> cute.Tensor:
         """Return the coordinates of a tile of Q (operand 0) or of the output (operand 3)."""
@@ -354,8 +353,8 @@ class VsaForwardSm100(PersistentKernel):
     def issue_qk(self, env: Env, tile: cutlass.Constexpr, word: Int32, ring: Ring) -> Ring:
         """S = Q K^T, both K-major in shared memory."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, TILE, b_mn_major=False)
-        q = self.descriptor(env, "q", tile, ptx.k_major_descriptor())
-        k = self.descriptor(env, "kv", ring.slot >> 3, ptx.k_major_descriptor())
+        q = self.descriptor(env, "q", tile * TILE_BYTES, ptx.k_major_descriptor())
+        k = self.descriptor(env, "kv", ring.tile_offset(), ptx.k_major_descriptor())
         # 16 columns are 32 bytes inside a 128-byte row; columns 64 to 127 are in the other half.
         steps = [(x % 64 * 2 + x // 64 * HALF_BYTES) >> 4 for x in range(0, HEAD_DIM, MMA_K)]
         self.wait(env, "kv_full", 0, ring.phase, ring.slot)
@@ -373,7 +372,7 @@ class VsaForwardSm100(PersistentKernel):
     def issue_pv(self, env: Env, tile: cutlass.Constexpr, stream: Stream, ring: Ring) -> Ring:
         """O += P V, P in tensor memory, V MN-major as it lies; the last 32 keys await their P."""
         idesc = ptx.instruction_descriptor(self.dtype, TILE, HEAD_DIM, b_mn_major=True)
-        v = self.descriptor(env, "kv", ring.slot >> 3, ptx.mn_major_descriptor(HALF_BYTES))
+        v = self.descriptor(env, "kv", ring.tile_offset(), ptx.mn_major_descriptor(HALF_BYTES))
         o = SCHEDULE.tmem_column(f"O{tile}")
         p = SCHEDULE.tmem_column(f"P{tile}")
         self.wait(env, "kv_full", 0, ring.phase, ring.slot)
@@ -391,11 +390,10 @@ class VsaForwardSm100(PersistentKernel):
         return tiles.advance(ring, KV_SLOTS)
 
     def descriptor(
-        self, env: Env, region: str, index: Int32 | int, constant: int
+        self, env: Env, region: str, offset: Int32 | int, constant: int
     ) -> tuple[Int32, int]:
-        """Describe tile number `index` of a region of shared memory."""
-        address = env.smem + SCHEDULE.smem_offset(region) + index * TILE_BYTES
-        return ptx.smem_descriptor(address, constant)
+        """Describe the tile that starts `offset` bytes into a region of shared memory."""
+        return ptx.smem_descriptor(env.smem + SCHEDULE.smem_offset(region) + offset, constant)
 
     # ---- softmax -------------------------------------------------------------------------------
 
@@ -645,7 +643,9 @@ class VsaForwardSm100(PersistentKernel):
             for tile in range_constexpr(2):
                 self.wait(env, "out_full", tile, item.order & 1)
                 target = self.query_tile(env, 3, item.pair * 2 + tile, item)
-                source, target = tiles.boxes(env.maps[3][0], self.tile_at(env, "out", tile), target)
+                source, target = tiles.boxes(
+                    env.maps[3][0], self.tile_at(env, "out", tile * TILE_BYTES), target
+                )
                 with cute.arch.elect_one():
                     cute.copy(env.maps[3][0], source, target)
                     cute.arch.cp_async_bulk_commit_group()

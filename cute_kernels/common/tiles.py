@@ -20,6 +20,10 @@ class Ring(NamedTuple):
     slot: Int32  # times 8
     phase: Int32
 
+    def tile_offset(self) -> Int32:
+        """Return where the slot's tile starts in the ring, bytes."""
+        return self.slot * (TILE_BYTES // 8)
+
 
 @cute.jit
 def advance(ring: Ring, slots: cutlass.Constexpr) -> Ring:
