@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -17,6 +19,8 @@ import pytest
 from sparse_atten.cute_kernels.common.launch import LaunchPlan, TensorMap
 
 VARIABLE = "SPARSE_ATTEN_EMULATOR"
+# Reading tensor memory before its wait, a missing proxy fence and memory never written are errors.
+_STRICT = {"dbg": 3, "strict_uninit": 1}
 _TYPES = {"bf16": 9, "fp16": 8}  # the emulator's names of element types
 
 
@@ -32,7 +36,7 @@ def emulator() -> Any:
 
 def schedules() -> list[dict[str, int]]:
     """Return the option sets that order warps and asynchronous work in different ways."""
-    return emulator().SCHEDULES
+    return [{**schedule, **_STRICT} for schedule in emulator().SCHEDULES]
 
 
 def run(ptx: str, plan: LaunchPlan, **options: Any) -> dict[str, Any]:
@@ -49,6 +53,18 @@ def run(ptx: str, plan: LaunchPlan, **options: Any) -> dict[str, Any]:
         cluster=plan.cluster,
         **options,
     )
+
+
+def issued(ptx: str, plan: LaunchPlan) -> Counter[int]:
+    """Count the instructions that each warp of the CTAs issues, leaving out moves."""
+    counts, source = run(ptx, plan, profile=True)["prof"]
+    work: Counter[int] = Counter()
+    for place, (_, text) in enumerate(source):
+        opcode = re.sub(r"^@!?\S+\s+", "", text.strip())
+        if not opcode.startswith(("mov", "cvta")):
+            for warp in range(32):
+                work[warp] += counts[place * 32 + warp]
+    return work
 
 
 def _parameter(emu: Any, value: TensorMap | int | float | None) -> Any:

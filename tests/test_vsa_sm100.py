@@ -148,7 +148,16 @@ CASES = [
     Case("scale 16", scale=16.0),
     Case("scale 100", scale=100.0, kv_sizes=(128, 100, 3, 128)),
     Case("one huge key", huge_key=True),
-    Case("growing maxima", keys=1024, ramp=6.0, config="full"),
+    Case("growing maxima", keys=1024, ramp=6.0, residents=(1, 4)),
+    Case(
+        "growing maxima, many items",
+        queries=12 * 128,
+        keys=640,
+        heads=(1, 1),
+        counts=(5, 1, 1, 4, 0, 3, 2, 0, 0, 0, 1, 5),
+        ramp=3.0,
+        residents=(1,),
+    ),
     Case("rescaled in every round", keys=640, ramp=2.0, config="rescale always"),
     Case("own softmax scale", softmax_scale=0.5),
     Case("ids in windows", keys=40 * 128, heads=(1, 1), counts=(40, 35)),
@@ -436,6 +445,38 @@ def test_config_refuses(field: dict):
 def test_numbers(case: Case):
     chosen = emulation.schedules()
     check(case, [chosen[0], chosen[3], chosen[19]])
+
+
+def work_of_rows(length: int, size: int) -> dict[str, int]:
+    """Instructions of each role for four rows of `length` blocks with `size` valid keys."""
+    counts, sizes = (length,), (size,) * length
+    call = make_call(Case("rows", 512, length * BLOCK, heads=(1, 1), counts=counts, kv_sizes=sizes))
+    out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3])
+    arguments = arguments_of(
+        call.q, call.k, call.v, out, call.selection, softmax_scale=call.softmax_scale, lse=lse
+    )
+    plan = vsa_sm100.launch_plan(FULL, TARGET, arguments)
+    issued = emulation.issued(compiled("full").ptx, plan)
+    return {
+        role.name: sum(issued[warp] for warp in range(role.first, role.last + 1))
+        for role in vsa_sm100.SCHEDULE.roles
+    }
+
+
+@pytest.mark.slow
+def test_work_for_a_tile():
+    """PTX instructions without moves for one more 128 x 128 tile; FlashAttention-4 issues 2270."""
+    steps = 4 * 8
+
+    def marginal(size: int) -> dict[str, float]:
+        few, many = work_of_rows(8, size), work_of_rows(16, size)
+        return {role: (many[role] - few[role]) / steps for role in many}
+
+    full, partial = marginal(128), marginal(100)
+    assert sum(full.values()) <= 2250
+    assert full["softmax0"] + full["softmax1"] <= 2100
+    assert sum(partial.values()) <= 1.15 * sum(full.values())
+    assert full["store"] == full["scheduler"] == 0
 
 
 @pytest.mark.slow
