@@ -22,7 +22,6 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the k
 
 from sparse_atten.cute_kernels import vsa_sm100
 from sparse_atten.cute_kernels.common.launch import TensorMap
-from sparse_atten.cute_kernels.common.schedule import Region, Role, Schedule
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.vsa_arguments import arguments_of
 
@@ -374,7 +373,11 @@ def row_ids(call: Call, batch: int, head: int, row: int) -> list[int]:
     return call.selection.q2k_indices[batch, head, row].tolist()[:count]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    ["full", "static", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "fp16"))]
+    + [pytest.param(n, marks=pytest.mark.slow) for n in ("no cubic", "rescale always")],
+)
 def test_compiled_kernel_fits(name: str):
     result = compiled(name)
     assert result.stack_bytes == 0, "spills or local memory"
@@ -414,22 +417,6 @@ def test_tables_fit_the_target():
     assert "p_head_full  x2  256 arrivals  softmax0 + correction -> mma" in text
     assert "item_empty   x2   15 arrivals" in text
     assert "128-191 P1 over S1" in text
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"roles": (Role("a", 0, 2, 64), Role("b", 3, 1, 64))}, "cover the warps"),
-        ({"roles": (Role("a", 0, 1, 65),)}, "multiples of 8"),
-        ({"roles": (Role("a", 0, 16, 136),)}, "sum to at most 65536"),
-        ({"tmem": (Region("S", 384), Region("O", 256))}, "512 columns"),
-        ({"smem": (Region("q", 232_448 + 8),)}, "at most 232448"),
-    ],
-)
-def test_schedule_refuses_what_does_not_fit(change: dict, message: str):
-    tables = {"roles": (Role("a", 0, 4, 64),), "barriers": (), "tmem": (), "smem": (), **change}
-    with pytest.raises(ValueError, match=message):
-        Schedule(**tables).check(TARGET)
 
 
 @pytest.mark.parametrize(
