@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # queries of a Q block and keys of a KV block
 HEAD_DIM = 128
+MAX_GRID_YZ = 65535
 _HALF_ROW = 64  # elements of a 128-byte swizzle row
 _ITEM_BYTES = 2
 
@@ -83,6 +84,24 @@ class Arguments:
             self.table_width,
             self.dense_rows,
         )
+
+    def grid(self, persistent: str, num_sms: int) -> tuple[int, int, int]:
+        """Return one CTA for each work item, or "static" at most one for each multiprocessor.
+
+        Raises
+        ------
+        NotImplementedError
+            A grid cannot be that large.
+        """
+        pairs = (self.num_q_blocks + 1) // 2
+        if persistent == "static":
+            return (min(pairs * self.num_q_heads * self.batch, num_sms), 1, 1)
+        for name, size in (("heads", self.num_q_heads), ("batch", self.batch)):
+            if size > MAX_GRID_YZ:
+                raise NotImplementedError(
+                    f"{name} must be at most {MAX_GRID_YZ} without static scheduling, got {size}"
+                )
+        return (pairs, self.num_q_heads, self.batch)
 
     def kernel_parameters(self, dtype: str) -> tuple[TensorMap | int | float | None, ...]:
         """Return the parameters of the kernel, in order; None is the extents of a TMA tensor."""

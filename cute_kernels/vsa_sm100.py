@@ -676,7 +676,7 @@ def compile_offline(config: Config, target: Target) -> offline.Compiled:
 def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchPlan:
     """Describe the launch that `launch` makes, parameter by parameter."""
     return LaunchPlan(
-        grid=_grid(config, target, arguments),
+        grid=arguments.grid(config.persistent, target.num_sms),
         block=(SCHEDULE.threads, 1, 1),
         cluster=(1, 1, 1),
         smem_bytes=SCHEDULE.smem_bytes,
@@ -688,13 +688,5 @@ def launch(
     compiled: Any, config: Config, target: Target, arguments: Arguments, *, stream: int
 ) -> None:
     """Launch what `compile_kernel` returned on a CUDA stream, given by its handle."""
-    grid = _grid(config, target, arguments)
+    grid = arguments.grid(config.persistent, target.num_sms)
     compiled(*host_values(arguments, DTYPES[config.dtype], grid, stream))
-
-
-def _grid(config: Config, target: Target, arguments: Arguments) -> tuple[int, int, int]:
-    """One CTA for each work item; with static scheduling at most one for each multiprocessor."""
-    pairs, heads, batch = (arguments.num_q_blocks + 1) // 2, arguments.num_q_heads, arguments.batch
-    if config.persistent == "static":
-        return (min(pairs * heads * batch, target.num_sms), 1, 1)
-    return (pairs, heads, batch)

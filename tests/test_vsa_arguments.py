@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -78,3 +79,13 @@ def test_parameters_come_in_the_order_of_the_kernel():
     assert parameters[1:8:2] == (None,) * 4
     assert parameters[13:23] == (72, 12, 4, 1, 18, 3, 1, 0, 0, 0)
     assert parameters[23:] == (2, 6, 3, 300, 500, 4, 2, arguments.scale_log2)
+
+
+def test_grid():
+    arguments, *_ = call("bhsd")
+    assert arguments.grid("clc", 148) == (2, 6, 2)
+    assert arguments.grid("static", 148) == (24, 1, 1)
+    assert arguments.grid("static", 16) == (16, 1, 1)
+    huge = dataclasses.replace(arguments, batch=65536)
+    with pytest.raises(NotImplementedError, match=r"batch must be at most 65535 .* got 65536"):
+        huge.grid("clc", 148)
