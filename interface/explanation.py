@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparse_atten.attention import check
 from sparse_atten.contracts import BlockSelection, Problem, Selection, options_of
-from sparse_atten.cute_kernels.common.target import TARGETS, Target, target_of
+from sparse_atten.cute_kernels.common.target import PRODUCTS, Product, product_of
 from sparse_atten.dispatch import AUTO, choose
 from sparse_atten.preparation import PreparedSelection, selection_of
 from sparse_atten.reference import workspace_bytes
@@ -152,8 +152,8 @@ max_workspace_bytes
     -----
     Counts tiles and pairs from the values of the selection, so it synchronises with a device.
     """
-    if target is not None and target not in TARGETS:
-        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
+    if target is not None and target not in PRODUCTS:
+        raise ValueError(f"target must be one of {', '.join(PRODUCTS)}, got {target!r}")
     selection = selection_of(selection)
     options = options_of(
         q,
@@ -174,7 +174,7 @@ max_workspace_bytes
     out_bytes = heads * problem.value_dim * q.element_size() + heads * 4 * return_lse
     memory_bytes = out_bytes + sum(x.numel() * x.element_size() for x in (q, k, v))
     gathered = tiles * problem.block_size * (problem.head_dim + problem.value_dim)
-    figures = target_of(q.device) if target is None else TARGETS[target]
+    figures = product_of(q.device) if target is None else PRODUCTS[target]
     if q.dtype not in (torch.bfloat16, torch.float16):
         figures = None  # the rates are those of 16-bit products
     return Explanation(
@@ -236,12 +236,12 @@ def _dense_tiles(problem: Problem, selection: Selection) -> int:
     return problem.num_kv_heads * int((blocks * selection.cu_seqlens_q.diff()).sum())
 
 
-def _roofline(target: Target, flops: int, memory_bytes: int, table_bytes: int) -> Roofline:
+def _roofline(product: Product, flops: int, memory_bytes: int, table_bytes: int) -> Roofline:
     return Roofline(
-        target=target.name,
+        target=product.name,
         route=0.0,
-        index=table_bytes / target.bandwidth,
-        math=flops / target.tensor_flops,
-        memory=memory_bytes / target.bandwidth,
+        index=table_bytes / product.bandwidth,
+        math=flops / product.tensor_flops,
+        memory=memory_bytes / product.bandwidth,
         launch=_LAUNCH_SECONDS,
     )

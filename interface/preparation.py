@@ -11,7 +11,7 @@ from sparse_atten.checks import check_values
 from sparse_atten.contracts import BlockSelection, Options, Selection, TokenSelection, validate
 from sparse_atten.csr import K2QCSR, build_k2q_csr, row_bound
 from sparse_atten.cute_kernels.common.arguments import describe
-from sparse_atten.cute_kernels.common.target import B200, device_sm_count
+from sparse_atten.cute_kernels.common.target import B200, target_of
 from sparse_atten.scheduler import Schedule, build_schedule
 from sparse_atten.sequences import sequences_of
 
@@ -78,7 +78,7 @@ def prepare(
     if problem.device.type == "cpu":
         check_values(selection, problem)
     if num_sms is None:
-        num_sms = device_sm_count(problem.device) or B200.sm_count
+        num_sms = (target_of(problem.device) or B200.target).num_sms
 
     block = selection.block_size
     csr = build_k2q_csr(

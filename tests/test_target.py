@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparse_atten.cute_kernels.common.target import (
-    TARGETS,
+    PRODUCTS,
     device_capability,
-    device_sm_count,
+    product_of,
     target_of,
 )
 
@@ -16,13 +16,13 @@ from sparse_atten.cute_kernels.common.target import (
 def test_a_cpu_is_no_target():
     cpu = torch.device("cpu")
     assert device_capability(cpu) is None
-    assert device_sm_count(cpu) is None
     assert target_of(cpu) is None
+    assert product_of(cpu) is None
 
 
-def test_capabilities_tell_the_products_apart():
-    assert len({target.capability for target in TARGETS.values()}) == len(TARGETS)
-    assert all(name == target.name for name, target in TARGETS.items())
+def test_architectures_tell_the_products_apart():
+    assert len({product.target.arch for product in PRODUCTS.values()}) == len(PRODUCTS)
+    assert all(name == product.name for name, product in PRODUCTS.items())
 
 
 @pytest.mark.gpu
@@ -30,7 +30,7 @@ def test_the_device_at_hand():
     device = torch.device("cuda", 0)
     properties = torch.cuda.get_device_properties(device)
     assert device_capability(device) == (properties.major, properties.minor)
-    assert device_sm_count(device) == properties.multi_processor_count
-    target = target_of(device)
-    if target is not None and target.name in properties.name:
-        assert target.sm_count == properties.multi_processor_count
+    target, product = target_of(device), product_of(device)
+    assert target.num_sms == properties.multi_processor_count
+    if product is not None and product.name in properties.name:
+        assert product.target == target

@@ -1,0 +1,116 @@
+"""Compile a kernel without a GPU, in a process of its own.
+
+CuTe-DSL reads the architecture from the environment when it is imported, so each architecture needs
+a fresh process. The parent never imports it here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_atten.cute_kernels.common.target import Target
+
+_REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a kernel.
+
+    Parameters
+    ----------
+    ptx, ir : str
+        PTX and MLIR text.
+    cubin : bytes
+        The ELF image.
+    registers : int
+        Registers of a thread at launch, before any setmaxnreg.
+    stack_bytes : int
+        Local memory of a thread: spills and arrays; 0 in a kernel that is fit to ship.
+    """
+
+    ptx: str
+    ir: str
+    cubin: bytes
+    registers: int
+    stack_bytes: int
+
+
+@functools.cache
+def compile_offline(module: str, config: Any, target: Target) -> Compiled:
+    """Compile ``module.compile_kernel(config, options)`` for a target; results are kept.
+
+    Raises
+    ------
+    RuntimeError
+        The compiler failed; the message ends with what it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparse_atten_") as folder:
+        result = Path(folder) / "compiled.pickle"
+        environment = {
+            **os.environ,
+            "CUTE_DSL_ARCH": target.arch,
+            "CUTE_DSL_KEEP": "ir",
+            "CUTE_DSL_DUMP_DIR": folder,
+            "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+        }
+        child = subprocess.run(
+            [sys.executable, "-m", __name__, str(result)],
+            input=pickle.dumps((module, config, target.arch)),
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            check=False,
+        )
+        if child.returncode:
+            log = (child.stdout + child.stderr).decode(errors="replace")
+            raise RuntimeError(f"compiling {module} for {target.arch} failed:\n{log[-4000:]}")
+        ptx, ir, cubin = pickle.loads(result.read_bytes())
+    attributes = _kernel_attributes(cubin)
+    return Compiled(ptx, ir, cubin, attributes[_REGISTER_COUNT], attributes[_FRAME_SIZE])
+
+
+def _kernel_attributes(cubin: bytes) -> dict[int, int]:
+    """Read per-kernel attributes of a cubin with one kernel: the largest value of each."""
+    (sections_at,) = struct.unpack_from("<Q", cubin, 40)
+    count, names_index = struct.unpack_from("<HH", cubin, 60)
+    sections = [
+        struct.unpack_from("<IIQQQQIIQQ", cubin, sections_at + 64 * i) for i in range(count)
+    ]
+    names_at = sections[names_index][4]
+    attributes: dict[int, int] = {}
+    for name, _, _, _, start, size, *_ in sections:
+        if cubin[names_at + name :].split(b"\0", 1)[0] != b".nv.info":
+            continue
+        at = start
+        while at < start + size:
+            kind, attribute, length = struct.unpack_from("<BBH", cubin, at)
+            at += 4
+            if kind == 4:  # `length` bytes follow; here a symbol and a value
+                if length == 8:
+                    _, value = struct.unpack_from("<II", cubin, at)
+                    attributes[attribute] = max(value, attributes.get(attribute, 0))
+                at += length
+    return attributes
+
+
+def _child(result: Path) -> None:
+    module, config, arch = pickle.load(sys.stdin.buffer)
+    kernel = importlib.import_module(module)
+    compiled = kernel.compile_kernel(config, f"--gpu-arch {arch} --keep-ptx --keep-cubin")
+    made = (compiled.__ptx__.rstrip("\0"), str(compiled.__mlir__), bytes(compiled.__cubin__))
+    result.write_bytes(pickle.dumps(made))
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]))
