@@ -142,15 +142,21 @@ struct Group {
     int member, lane;
 
     __device__ unsigned sum(unsigned value) const {
-        if constexpr (GROUP == 32) return __reduce_add_sync(kAll, value);
-        for (int step = 1; step < GROUP; step *= 2) value += __shfl_xor_sync(kAll, value, step);
-        return value;
+        if constexpr (GROUP == 32) {
+            return __reduce_add_sync(kAll, value);
+        } else {
+            for (int step = 1; step < GROUP; step *= 2) value += __shfl_xor_sync(kAll, value, step);
+            return value;
+        }
     }
     __device__ unsigned largest(unsigned value) const {
-        if constexpr (GROUP == 32) return __reduce_max_sync(kAll, value);
-        for (int step = 1; step < GROUP; step *= 2)
-            value = max(value, __shfl_xor_sync(kAll, value, step));
-        return value;
+        if constexpr (GROUP == 32) {
+            return __reduce_max_sync(kAll, value);
+        } else {
+            for (int step = 1; step < GROUP; step *= 2)
+                value = max(value, __shfl_xor_sync(kAll, value, step));
+            return value;
+        }
     }
     __device__ unsigned before(unsigned value) const {
         unsigned total = value;
@@ -313,7 +319,7 @@ __device__ unsigned drop_ties(Group& group, unsigned word, unsigned tied, int ex
     return (word & ~tied) | kept;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, (REGIONS ? 768 : 1024) / kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, (REGIONS ? 512 : 1024) / kThreads)
 block_topk_short(const float* __restrict__ scores, const int* __restrict__ valid,
                  const int* __restrict__ local, int* __restrict__ indices,
                  int* __restrict__ counts, const __grid_constant__ Plan plan) {
