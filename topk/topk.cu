@@ -452,9 +452,9 @@ __device__ Shared shared_memory(int capacity) {
 __device__ void refine(Search& search, const unsigned* histogram, int tile, int width) {
     const int lane = threadIdx.x % 32;
     constexpr int kShare = kBins / 32;
-    unsigned mine = 0;  // lane 0 has the largest digits
-    for (int i = 0; i < kShare; ++i)
-        mine += histogram[(kBins - 1 - lane * kShare - i) * TILE + tile];
+    const int first = (31 - lane) * kShare;  // lane 0 has the largest digits
+    unsigned mine = 0;
+    for (int i = 0; i < kShare; ++i) mine += histogram[(first + i) * TILE + tile];
     unsigned through = mine;
     for (int step = 1; step < 32; step *= 2) {
         const unsigned earlier = __shfl_up_sync(kAll, through, step);
@@ -475,7 +475,7 @@ __device__ void refine(Search& search, const unsigned* histogram, int tile, int 
     }
     unsigned above = through - mine;
     if (above < need && through >= need) {
-        int digit = kBins - 1 - lane * kShare;
+        int digit = first + kShare - 1;
         unsigned count = histogram[digit * TILE + tile];
         while (above + count < need) {
             above += count;
