@@ -21,6 +21,15 @@ from sparse_atten.cute_kernels.common.launch import LaunchPlan, TensorMap
 VARIABLE = "SPARSE_ATTEN_EMULATOR"
 # Reading tensor memory before its wait, a missing proxy fence and memory never written are errors.
 _STRICT = {"dbg": 3, "strict_uninit": 1}
+# For CUDA C++: warp order and slices vary with the seed; dbg=4 serves the lanes of an atomic in
+# descending order.
+SCHEDULES: tuple[dict[str, int], ...] = (
+    {},
+    {"seed": 3, "slice": 50},
+    {"seed": 5, "slice": 30, "dbg": 4},
+    {"seed": 6, "starve": 0xF},
+    {"seed": 7, "starve": 0xFFFE, "dbg": 4, "resident": 1},
+)
 _TYPES = {"bf16": 9, "fp16": 8}  # the emulator's names of element types
 
 
