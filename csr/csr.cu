@@ -116,7 +116,7 @@ __device__ Blocks blocks_of(const RowMap& map, long long token) {
 // Lengths come from cu_k, or, where it is null, from `used`, which else shortens them. A
 // key_capacity >= 0 clamps offsets to it and makes them non-decreasing, or clamps paged lengths.
 extern "C" __global__ void __launch_bounds__(1024) build_row_map(
-    const int* cu_q, const int* cu_k, const int* used, int batch, int num_queries, int block_size,
+    const int* cu_q, const int* cu_k, const int* used, int batch, int num_queries, long long block_size,
     int key_capacity, int num_rows, int* q_start, int* row_start, Blocks* blocks,
     int* counters, int num_counters, unsigned long long* num_bad_edges) {
     __shared__ long long scratch[32];
@@ -370,7 +370,7 @@ __device__ Bins prefix_bins(index_t* counts, long long tiles, int bins, index_t*
     return {head, bin, total, valid && warp == PREFIX_WARPS - 1};
 }
 
-extern "C" __global__ void __launch_bounds__(32 * PREFIX_WARPS) prefix(
+extern "C" __global__ void __launch_bounds__(32 * PREFIX_WARPS, 1) prefix(
     index_t* counts, long long tiles, int bins, index_t* totals, index_t* bin_ptr, int* finished) {
     prefix_bins(counts, tiles, bins, totals, bin_ptr, finished);
 }

@@ -188,7 +188,7 @@ __device__ void place_group(const Rows& rows, const Split& split, int group, con
         place_step(rows, split, row, end, work_items, memory);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * PREFIX_WARPS) prefix_and_weigh(
+extern "C" __global__ void __launch_bounds__(32 * PREFIX_WARPS, 1) prefix_and_weigh(
     index_t* counts, long long tiles, int bins, index_t* totals, index_t* bin_ptr, int* finished,
     int target, int queries_per_tile, int heaviest, int groups, long long rows_per_group,
     int* weights) {
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_bounds_and_weigh(
     split.weigh(weights, head * num_rows + row, end - begin);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) scatter_and_place(
+extern "C" __global__ void __launch_bounds__(THREADS, 4) scatter_and_place(
     const int* ids, long long head_stride, long long token_stride, long long lane_stride,
     unsigned width, long long slots, int heads, long long tiles,
     const int* q_start, const int* row_start, const Blocks* blocks, int batch,

@@ -1,0 +1,123 @@
+"""The work schedule, of a CSR or together with one: arguments checked once, then kernels or torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparse_atten.csr.build import check_tables, csr_of
+from sparse_atten.csr.device import Tables, runs_kernels
+from sparse_atten.csr.reference import INT32_MAX, K2QCSR, describe, expect_int
+from sparse_atten.scheduler.device import (
+    csr_and_schedule_on_device,
+    launch_on,
+    schedule_on_device,
+)
+from sparse_atten.scheduler.reference import Schedule, schedule_of, splitting_of
+
+
+def build_schedule(csr: K2QCSR, *, num_q_heads: int, num_sms: int) -> Schedule:
+    """Make the work items of a k2q CSR, and the partial slot of each of its entries.
+
+    Parameters
+    ----------
+    csr : K2QCSR
+        What `build_k2q_csr` returned.
+    num_q_heads : int
+        Hq, a multiple of the CSR's Hkv.
+    num_sms : int
+        SMs that the items are spread over.
+
+    Returns
+    -------
+    Schedule
+        Every entry of the CSR lies in exactly one item.
+
+    Raises
+    ------
+    TypeError
+        An argument has the wrong class.
+    ValueError
+        `num_q_heads` is no multiple of Hkv, or a number is out of its range.
+
+    Notes
+    -----
+    An item's weight is its number of tiles, ``ceil(q_count / q_tok)``: what its time grows with.
+    The order is the same on every run and never decides a result, since slots are fixed.
+    Nothing is read on the host. Splitting hot rows and slots instead of float atomics are those of
+    MSA (arXiv 2606.13392), section 4.
+    """
+    if not isinstance(csr, K2QCSR):
+        raise TypeError(f"csr must be a K2QCSR, got {describe(csr)}")
+    num_kv_heads, num_slots = csr.edge_ids.shape
+    num_rows = csr.row_coords.shape[0]
+    splitting = splitting_of(
+        (num_kv_heads, csr.num_queries, csr.table_width),
+        num_rows=num_rows,
+        num_q_heads=num_q_heads,
+        num_sms=num_sms,
+    )
+    if runs_kernels(csr.edge_ids) and num_kv_heads * num_slots * num_rows:
+        is_wide = num_slots > INT32_MAX
+        return schedule_on_device(csr, splitting, launch_on(csr.edge_ids.device, is_wide))
+    return schedule_of(csr, splitting)
+
+
+def build_csr_and_schedule(
+    q2k_indices: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    num_q_heads: int,
+    num_sms: int,
+    num_rows: int,
+    block_size: int = 128,
+    seqused_k: Tensor | None = None,
+    key_capacity: int | None = None,
+) -> tuple[K2QCSR, Schedule]:
+    """Build the k2q CSR of a token selection and its schedule, in as few launches as they take.
+
+    Parameters
+    ----------
+    q2k_indices, cu_seqlens_q, cu_seqlens_k, num_rows, block_size, seqused_k
+        As for `build_k2q_csr`.
+    num_q_heads, num_sms
+        As for `build_schedule`.
+    key_capacity : int, optional
+        What the tables of keys may not pass, so that no kernel that follows them leaves a tensor.
+        Flat KV: Tk; offsets are clamped to [0, Tk], and one that decreases counts as its
+        predecessor. Paged KV: the keys that a sequence's pages hold; lengths are clamped to it.
+
+    Returns
+    -------
+    K2QCSR, Schedule
+        What the two functions give one after the other.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for the two functions.
+
+    Notes
+    -----
+    Four launches up to 1024 rows, nine up to 2^20; deterministic, without a synchronisation. The
+    workspace is linear in edges and rows: for E = Tq * K slots a head and R rows, at most
+    ``Hkv * (2 E + E / 8 + 12 R) + O(Hkv * 2^10 + B)`` bytes up to 1024 rows, and
+    ``Hkv * (14 E + E / 8) + 4 R`` and the same rest up to 2^20.
+    """
+    check_tables(q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    expect_int("block_size", block_size, 1)
+    expect_int("num_rows", num_rows, 0, INT32_MAX)
+    if key_capacity is not None:
+        expect_int("key_capacity", key_capacity, 0)
+    splitting = splitting_of(
+        tuple(q2k_indices.shape), num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
+    )
+    tables = Tables(
+        q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, block_size, num_rows, key_capacity
+    )
+    if runs_kernels(q2k_indices) and q2k_indices.numel() and num_rows:
+        is_wide = tables.is_wide
+        launch = launch_on(q2k_indices.device, is_wide)
+        return csr_and_schedule_on_device(tables, splitting, launch, is_wide=is_wide)
+    csr = csr_of(tables)
+    return csr, schedule_of(csr, splitting)
