@@ -1,4 +1,4 @@
-"""The work schedule, of a CSR or together with one: arguments checked once, then kernels or torch."""
+"""The work schedule, alone or with its CSR: arguments checked once, then kernels or torch."""
 
 from __future__ import annotations
 
