@@ -1,5 +1,5 @@
 """Selection of the best-scoring blocks of each row."""
 
-from sparse_atten.topk.reference import block_topk
+from sparse_atten.topk.block_topk import block_topk, preload
 
-__all__ = ["block_topk"]
+__all__ = ["block_topk", "preload"]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,99 +35,83 @@ _FORCED_LOCAL = 2**31 - 2
 _FORCED = 2**31 - 1
 
 
-def block_topk(
+class Request(NamedTuple):
+    """Checked arguments that say which blocks compete for what.
+
+    Attributes
+    ----------
+    dim : int
+        The axis of the blocks, from 0.
+    spans : tuple of (start, stop, budget)
+        Regions, then kept spans, as given; for k one region of all ids.
+    num_kept : int
+        How many of the spans, the last ones, are kept whole.
+    """
+
+    dim: int
+    spans: tuple[tuple[int, int, int], ...]
+    num_kept: int
+
+    @property
+    def width(self) -> int:
+        """Slots of a row."""
+        return sum(budget for _, _, budget in self.spans)
+
+
+def check_request(
     scores: Tensor,
-    k: int | None = None,
+    k: int | None,
     *,
-    dim: int = -1,
+    dim: int,
+    valid_counts: Tensor | None,
+    local_blocks: Tensor | None,
+    first_blocks: int,
+    last_blocks: int,
+    regions: Sequence[tuple[int, int, int]] | None,
+    keep_spans: Sequence[tuple[int, int]],
+) -> Request:
+    """Check the arguments of `block_topk`; it states their meaning and the errors."""
+    dim = _check_scores(scores, dim)
+    spans = _check_spans(scores.shape[dim], k, regions, keep_spans)
+    _check_forced(regions, local_blocks, first_blocks, last_blocks)
+    rows = scores.shape[:dim] + scores.shape[dim + 1 :]
+    if valid_counts is not None:
+        _check_per_row("valid_counts", valid_counts, rows, scores.device)
+    if local_blocks is not None:
+        _check_per_row("local_blocks", local_blocks, rows, scores.device)
+    return Request(dim, tuple(spans), len(keep_spans))
+
+
+def largest_blocks(
+    scores: Tensor,
+    request: Request,
+    *,
     valid_counts: Tensor | None = None,
     local_blocks: Tensor | None = None,
     first_blocks: int = 0,
     last_blocks: int = 0,
-    regions: Sequence[tuple[int, int, int]] | None = None,
-    keep_spans: Sequence[tuple[int, int]] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Choose the blocks with the largest scores in each row.
+    """Do what `block_topk` states, for checked arguments, with torch's sort.
 
-    A row is what remains of `scores` when `dim`, the axis of its n blocks, is taken out. Exactly
-    one of `k` and `regions` is given: the k best blocks of the whole row, or the best of each
-    region.
-
-    Parameters
-    ----------
-    scores : Tensor, float32, at least one dim, any strides
-        Scores of the blocks. Equal scores go to the lowest id, and -0.0 equals +0.0. +inf is the
-        largest score. NaN and -inf are never chosen, unless the block is forced. No gradient
-        flows through the choice.
-    k : int, 1 to 512, optional
-        Blocks to choose in each row. More than n is allowed.
-    dim : int
-        The axis of the blocks. Block-max scores [H, n, Tq] need ``dim=1`` and no transposed copy.
-    valid_counts : Tensor, int32, broadcastable to the rows, optional
-        Only blocks with an id below the row's count are candidates (the causal bound), whether
-        scored, forced or in a kept span. Clamped to [0, n]; None means n.
-    local_blocks : Tensor, int32, broadcastable to the rows, optional
-        One more block to force in each row. A negative id, or one at or past the valid count,
-        forces nothing.
-    first_blocks, last_blocks : int
-        Force so many blocks at the start and at the end of each row's valid range.
-    regions : sequence of (start, stop, budget), optional
-        Choose up to `budget` (1 to 512) blocks among the ids of each half-open span, on its own.
-    keep_spans : sequence of (start, stop)
-        With `regions`: half-open spans of ids that are all chosen, whatever their scores.
-
-    Returns
-    -------
-    indices : Tensor, int32 [*rows, width]
-        Ids of the chosen blocks, ascending, then -1. The width is k, or the sum of the budgets
-        and of the lengths of the kept spans.
-    counts : Tensor, int32 [*rows]
-        How many were chosen. 0 where there is no candidate.
-
-    Raises
-    ------
-    TypeError
-        An argument has the wrong class or dtype.
-    ValueError
-        Not exactly one of `k` and `regions`; a number out of its range; a shape that does not
-        broadcast; a region or span outside [0, n) or overlapping another.
-    NotImplementedError
-        `regions` together with forced first, last or local blocks.
-
-    Notes
-    -----
-    Forced blocks are chosen whatever their scores, count towards k and never appear twice. Where
-    more are forced than k, the first and last blocks go by ascending id, the local one last.
-    Nothing is read on the host. The workspace is that of a sort: keys of 4 and ids of 8 bytes for
-    each score, a few times over.
-
-    Sources: MSA (arXiv 2606.13392) for forced local blocks, VSA (arXiv 2505.13389) for regions.
+    The workspace is that of a sort: keys of 4 and ids of 8 bytes for each score, a few times over.
     """
-    dim = _check_scores(scores, dim)
-    num_blocks = scores.shape[dim]
-    spans = _check_spans(num_blocks, k, regions, keep_spans)
-    _check_forced(regions, local_blocks, first_blocks, last_blocks)
-
-    by_row = scores.detach().movedim(dim, -1)
-    rows = by_row.shape[:-1]
+    by_row = scores.detach().movedim(request.dim, -1)
+    *rows, num_blocks = by_row.shape
     ids = torch.arange(num_blocks, device=scores.device)
     valid: Tensor | int = num_blocks
     if valid_counts is not None:
-        _check_per_row("valid_counts", valid_counts, rows, scores.device)
         valid = valid_counts.clamp(0, num_blocks).unsqueeze(-1)
 
     keys = _score_keys(by_row)
     if local_blocks is not None:
-        _check_per_row("local_blocks", local_blocks, rows, scores.device)
         keys = keys.masked_fill(ids == local_blocks.unsqueeze(-1), _FORCED_LOCAL)
     keys = keys.masked_fill((ids < first_blocks) | (ids + last_blocks >= valid), _FORCED)
-    for start, stop in keep_spans:
+    for start, stop, _ in request.spans[len(request.spans) - request.num_kept :]:
         keys = keys.masked_fill((ids >= start) & (ids < stop), _FORCED)
     keys = keys.masked_fill(ids >= valid, _NEVER)
 
-    chosen = [_largest(keys, start, stop, budget) for start, stop, budget in spans]
-    width = sum(budget for _, _, budget in spans)
-    slots = torch.full((*rows, width), num_blocks, device=scores.device)
+    chosen = [_largest(keys, start, stop, budget) for start, stop, budget in request.spans]
+    slots = torch.full((*rows, request.width), num_blocks, device=scores.device)
     if chosen:
         packed = torch.cat(chosen, dim=-1).sort(dim=-1).values
         slots[..., : packed.shape[-1]] = packed

@@ -10,9 +10,9 @@ once for each device, and a `Kernel` launches on torch's current stream of its d
     kernel = PROGRAM.kernel("scale", "PPqf", x.device)             # keep it: the look-up costs
     kernel(grid, block, x.data_ptr(), y.data_ptr(), x.numel(), 0.5)
 
-A signature has one letter for each kernel parameter, as in the struct module: P pointer, q int64,
-i int32, I uint32, f float. It is compared with the parameters of the loaded kernel. Kernels are
-declared ``extern "C" __global__``.
+A signature has one code for each kernel parameter, as in the struct module: P pointer, q int64,
+i int32, I uint32, f float, 24s a struct of 24 bytes. It is compared with the parameters of the
+loaded kernel. Kernels are declared ``extern "C" __global__``.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Program:
         name : str
             The kernel's name.
         signature : str
-            One letter for each parameter; see the module.
+            One code for each parameter; see the module.
         device : torch.device
             A CUDA device.
         shared_bytes : int
@@ -222,12 +222,14 @@ class Kernel:
             if shared_bytes > _DEFAULT_SHARED_BYTES:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _checked(driver.cuFuncSetAttribute(self._function, limit, shared_bytes), name)
-        self._check_signature(signature)
+        codes = re.findall(r"\d*[a-zA-Z]", signature)
+        sizes = [struct.calcsize(code) for code in codes]
+        self._check_sizes(signature, sizes)
         layout = struct.Struct("@" + signature)
         buffer = ctypes.create_string_buffer(max(1, layout.size))
+        ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
         base = ctypes.addressof(buffer)
-        ends = [struct.calcsize("@" + signature[: i + 1]) for i in range(len(signature))]
-        slots = [base + end - struct.calcsize(c) for end, c in zip(ends, signature, strict=True)]
+        slots = [base + end - size for end, size in zip(ends, sizes, strict=True)]
         self._pack, self._buffer = layout.pack_into, buffer
         self._slots = (ctypes.c_void_p * max(1, len(slots)))(*slots)
         self._parameters = ctypes.addressof(self._slots)
@@ -239,7 +241,7 @@ class Kernel:
         self,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
-        *values: float,
+        *values: float | bytes,
         shared_bytes: int = 0,
     ) -> None:
         """Launch; values are pointers and numbers in the order of the signature."""
@@ -253,7 +255,7 @@ class Kernel:
         self,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
-        values: Sequence[float],
+        values: Sequence[float | bytes],
         shared_bytes: int,
     ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._index)
@@ -272,7 +274,7 @@ class Kernel:
                 f"dynamic shared memory: {status.name}"
             )
 
-    def _check_signature(self, signature: str) -> None:
+    def _check_sizes(self, signature: str, given: list[int]) -> None:
         from cuda.bindings import driver
 
         sizes: list[int] = []
@@ -281,7 +283,6 @@ class Kernel:
             if status != driver.CUresult.CUDA_SUCCESS:
                 break
             sizes.append(size)
-        given = [struct.calcsize(letter) for letter in signature]
         if given != sizes:
             raise RuntimeError(
                 f"kernel {self.name} takes parameters of {sizes} bytes, signature {signature!r} "
