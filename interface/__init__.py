@@ -8,7 +8,7 @@ front ends that make selections; importing any of them needs no GPU, no driver a
 from sparse_atten.attention import check_selection, sparse_atten_func
 from sparse_atten.contracts import BlockSelection, TokenSelection
 from sparse_atten.explanation import Explanation, explain
-from sparse_atten.prepare import PreparedSelection
+from sparse_atten.preparation import PreparedSelection, prepare
 
 __all__ = [
     "BlockSelection",
@@ -17,6 +17,7 @@ __all__ = [
     "TokenSelection",
     "check_selection",
     "explain",
+    "prepare",
     "sparse_atten_func",
 ]
 __version__ = "0.1.0"

@@ -20,7 +20,7 @@ from sparse_atten.contracts import (
     validate_out,
 )
 from sparse_atten.dispatch import AUTO, choose
-from sparse_atten.prepare import PreparedSelection, selection_of
+from sparse_atten.preparation import PreparedSelection, selection_of
 from sparse_atten.reference import Result
 
 

@@ -13,6 +13,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_atten.cute_kernels.common.arguments import (
+    describe,
+    expect_bool,
+    expect_int,
+    expect_positive,
+    expect_table,
+)
+
 Layout = Literal["bhsd", "bshd"]
 KVLayout = Literal["hnd", "nhd"]
 
@@ -123,8 +131,8 @@ class TokenSelection:
             `indices` is not int32 [Tq, Hq, K], or Hkv does not divide Hq. Heads of a group that
             disagree are found by `check_selection`, and at the call for CPU tensors.
         """
-        _expect_table("indices", indices, ("Tq", "Hq", "K"), None, None)
-        _expect_int("num_kv_heads", num_kv_heads, 1)
+        expect_table("indices", indices, ("Tq", "Hq", "K"))
+        expect_int("num_kv_heads", num_kv_heads, 1)
         num_q_heads = indices.shape[1]
         if num_q_heads % num_kv_heads:
             raise ValueError(
@@ -173,14 +181,6 @@ class Problem:
         return self.num_q_heads // self.num_kv_heads if self.num_kv_heads else 0
 
 
-def describe(value: object) -> str:
-    """Name what was passed, for an error message."""
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {list(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
-
-
 def options_of(
     q: Tensor,
     *,
@@ -193,15 +193,14 @@ def options_of(
     _expect_attention_dtype("q", q)
     if q.dim() not in (3, 4):
         raise ValueError(f"q must have 3 or 4 dims, got {describe(q)}")
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {describe(flag)}")
+    expect_bool("causal", causal)
+    expect_bool("return_lse", return_lse)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     else:
-        _expect_positive("softmax_scale", softmax_scale)
+        expect_positive("softmax_scale", softmax_scale)
     if lse_temperature is not None:
-        _expect_positive("lse_temperature", lse_temperature)
+        expect_positive("lse_temperature", lse_temperature)
     return Options(causal, float(softmax_scale), lse_temperature, return_lse)
 
 
@@ -272,7 +271,7 @@ def _validate_blocks(
     layout, block = selection.layout, selection.block_size
     if layout not in ("bhsd", "bshd"):
         raise ValueError(f"layout must be 'bhsd' or 'bshd', got {layout!r}")
-    _expect_int("block_size", block, 1)
+    expect_int("block_size", block, 1)
     dims = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
@@ -291,18 +290,21 @@ def _validate_blocks(
     num_q_blocks, num_kv_blocks = -(-num_queries // block), -(-num_keys // block)
     rows = (batch, num_q_heads, num_q_blocks)
     names = ("B", "Hq", "Nq", "K")
-    _expect_table("q2k_indices", selection.q2k_indices, names, (*rows, None), q.device)
-    _expect_table("q2k_counts", selection.q2k_counts, names[:3], rows, q.device)
+    on_q: Any = {"like": ("q", q)}
+    expect_table("q2k_indices", selection.q2k_indices, names, shape=(*rows, None), **on_q)
+    expect_table("q2k_counts", selection.q2k_counts, names[:3], shape=rows, **on_q)
     sizes = selection.kv_block_sizes
     if sizes is not None:
         if isinstance(sizes, Tensor) and sizes.dim() == 2:
             shape: tuple[int, ...] = (batch, num_kv_blocks)
-            _expect_table("kv_block_sizes", sizes, ("B", "Nkv"), shape, q.device)
+            expect_table("kv_block_sizes", sizes, ("B", "Nkv"), shape=shape, **on_q)
         else:
-            _expect_table("kv_block_sizes", sizes, ("Nkv",), (num_kv_blocks,), q.device)
+            expect_table("kv_block_sizes", sizes, ("Nkv",), shape=(num_kv_blocks,), **on_q)
     if selection.q_block_sizes is not None:
-        _expect_table("q_block_sizes", selection.q_block_sizes, ("Nq",), (num_q_blocks,), q.device)
-    _expect_int("dense_rows", selection.dense_rows, 0)
+        expect_table(
+            "q_block_sizes", selection.q_block_sizes, ("Nq",), shape=(num_q_blocks,), **on_q
+        )
+    expect_int("dense_rows", selection.dense_rows, 0)
     if selection.dense_rows > num_q_blocks:
         raise ValueError(
             f"dense_rows must be at most the {num_q_blocks} query blocks, "
@@ -331,15 +333,16 @@ def _validate_tokens(
     q: Tensor, k: Tensor, v: Tensor, selection: TokenSelection, options: Options
 ) -> Problem:
     block, paged = selection.block_size, selection.page_table is not None
-    _expect_int("block_size", block, 1)
-    _expect_int("max_seqlen_q", selection.max_seqlen_q, 0)
-    _expect_int("max_seqlen_k", selection.max_seqlen_k, 0)
+    expect_int("block_size", block, 1)
+    expect_int("max_seqlen_q", selection.max_seqlen_q, 0)
+    expect_int("max_seqlen_k", selection.max_seqlen_k, 0)
     if selection.kv_layout not in ("hnd", "nhd"):
         raise ValueError(f"kv_layout must be 'hnd' or 'nhd', got {selection.kv_layout!r}")
     if q.dim() != 3:
         raise ValueError(f"q must be [Tq, Hq, D], got {describe(q)}")
     num_queries, num_q_heads, head_dim = q.shape
-    _expect_table("cu_seqlens_q", selection.cu_seqlens_q, ("B + 1",), (None,), q.device)
+    on_q: Any = {"like": ("q", q)}
+    expect_table("cu_seqlens_q", selection.cu_seqlens_q, ("B + 1",), **on_q)
     batch = selection.cu_seqlens_q.shape[0] - 1
     if batch < 0:
         raise ValueError("cu_seqlens_q must hold at least one offset, got int32 [0]")
@@ -362,18 +365,17 @@ def _validate_tokens(
     else:
         if selection.cu_seqlens_k is None:
             raise ValueError("cu_seqlens_k must be int32 [B + 1] without a page_table, got None")
-        _expect_table("cu_seqlens_k", selection.cu_seqlens_k, ("B + 1",), (batch + 1,), q.device)
+        expect_table("cu_seqlens_k", selection.cu_seqlens_k, ("B + 1",), shape=(batch + 1,), **on_q)
         num_keys = k.shape[0]
     if selection.seqused_k is not None:
-        _expect_table("seqused_k", selection.seqused_k, ("B",), (batch,), q.device)
+        expect_table("seqused_k", selection.seqused_k, ("B",), shape=(batch,), **on_q)
     names = ("Hkv", "Tq", "K")
-    _expect_table(
-        "q2k_indices", selection.q2k_indices, names, (num_kv_heads, num_queries, None), q.device
-    )
+    wanted = (num_kv_heads, num_queries, None)
+    expect_table("q2k_indices", selection.q2k_indices, names, shape=wanted, **on_q)
     if selection.head_indices is not None:
         width = selection.q2k_indices.shape[2]
         shape = (num_queries, num_q_heads, width)
-        _expect_table("head_indices", selection.head_indices, ("Tq", "Hq", "K"), shape, q.device)
+        expect_table("head_indices", selection.head_indices, ("Tq", "Hq", "K"), shape=shape, **on_q)
     return Problem(
         granularity="token",
         batch=batch,
@@ -411,7 +413,7 @@ def _validate_pages(k: Tensor, selection: TokenSelection, batch: int) -> None:
     if selection.seqused_k is None:
         raise ValueError("seqused_k must be int32 [B] with a page_table, got None")
     page_table = selection.page_table
-    _expect_table("page_table", page_table, ("B", "pages"), (batch, None), k.device)
+    expect_table("page_table", page_table, ("B", "pages"), shape=(batch, None), like=("q", k))
     page_size = k.shape[2 if selection.kv_layout == "hnd" else 1]
     if page_size != selection.block_size:
         raise NotImplementedError(
@@ -456,45 +458,6 @@ def _expect_group(num_q_heads: int, num_kv_heads: int) -> None:
 def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must be {list(shape)}, got {describe(tensor)}")
-
-
-def _expect_table(
-    name: str,
-    table: object,
-    dims: tuple[str, ...],
-    shape: tuple[int | None, ...] | None,
-    device: torch.device | None,
-) -> None:
-    """Check an int32 tensor; None in `shape` is a free dim, `shape` None leaves all free."""
-    wanted = f"int32 [{', '.join(dims)}]"
-    if shape is not None:
-        sizes = (dim if size is None else str(size) for dim, size in zip(dims, shape, strict=True))
-        wanted += f" = [{', '.join(sizes)}]"
-    if not isinstance(table, Tensor) or table.dtype != torch.int32:
-        raise TypeError(f"{name} must be {wanted}, got {describe(table)}")
-    fits = table.dim() == len(dims) and (
-        shape is None
-        or all(want in (None, got) for want, got in zip(shape, table.shape, strict=True))
-    )
-    if not fits:
-        raise ValueError(f"{name} must be {wanted}, got {describe(table)}")
-    if device is not None and table.device != device:
-        raise ValueError(f"{name} must be on q's device {device}, got {describe(table)}")
-
-
-def _expect_int(name: str, value: object, least: int) -> None:
-    # torch.SymInt is what a compiled graph with dynamic shapes passes.
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {describe(value)}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _expect_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a finite float > 0, got {describe(value)}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a finite float > 0, got {value!r}")
 
 
 def _rows_are_aligned(tensor: Tensor) -> bool:

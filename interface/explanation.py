@@ -11,7 +11,7 @@ from sparse_atten.attention import check
 from sparse_atten.contracts import BlockSelection, Problem, Selection, options_of
 from sparse_atten.cute_kernels.common.target import TARGETS, Target, target_of
 from sparse_atten.dispatch import AUTO, choose
-from sparse_atten.prepare import PreparedSelection, selection_of
+from sparse_atten.preparation import PreparedSelection, selection_of
 from sparse_atten.reference import workspace_bytes
 from sparse_atten.rows import rows_of
 

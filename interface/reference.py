@@ -12,6 +12,7 @@ there: every row costs the width of the table, and nothing synchronises.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,8 @@ def reference_attention(
     to q, k and v from the output and from both LSEs.
     """
     call = selection, options, workspace_bytes(q, max_workspace_bytes)
-    result = Result(*_Attention.apply(q, k, v, call))
+    with without_autocast(q):
+        result = Result(*_Attention.apply(q, k, v, call))
     return result if out is None else result._replace(out=out.copy_(result.out))
 
 
@@ -62,6 +64,16 @@ def workspace_bytes(q: Tensor, max_workspace_bytes: int | None) -> int:
 
 # A selection, the options, and the bound on temporary memory in bytes.
 Call = tuple[Selection, Options, int]
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Keep float32 products float32 inside a caller's autocast region."""
+    kind = x.device.type
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.amp.is_autocast_available(kind)
+        else nullcontext()
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -83,7 +95,7 @@ class _Attention(torch.autograd.Function):
 def _forward(view: Rows, options: Options, max_bytes: int) -> Result:
     shape, device = (view.num_rows, view.row_height), view.v.device
     out = view.v.new_zeros(*shape, view.v.shape[-1])
-    lse = torch.full(shape, float("-inf"), device=device)
+    lse = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
     lse_t = None if options.lse_temperature is None else lse.clone()
     for chunk in _chunks(view, max_bytes):
         part = _attend(view, chunk, options, max_bytes)
@@ -131,13 +143,18 @@ def _attend(view: Rows, chunk: Lists, options: Options, max_bytes: int) -> Resul
 
 
 def reference_backward(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    result: Result,
-    grads: Result,
-    call: Call,
+    inputs: tuple[Tensor, Tensor, Tensor], result: Result, grads: Result, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from what `reference_attention` returned and its gradients."""
+    with without_autocast(inputs[0]):
+        return _backward(inputs, result, grads, call)
+
+
+def _backward(
+    inputs: tuple[Tensor, Tensor, Tensor], result: Result, grads: Result, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
     selection, options, max_bytes = call
+    max_bytes //= 3  # a tile holds its gradients beside what the forward pass holds
     view = rows_of(*inputs, selection)
     scale, temperature = options.softmax_scale, options.lse_temperature
     dtype = _accumulator_dtype(view.k)

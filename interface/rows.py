@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_atten.contracts import BlockSelection, Selection, TokenSelection
+from sparse_atten.sequences import sequences_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,34 +191,13 @@ class _TokenRows:
         self.row_height = q.shape[1] // max(self.num_kv_heads, 1)
         self.slots = torch.arange(self.block_size, device=q.device)
 
-        starts = _offsets(selection.cu_seqlens_q, self.num_tokens)
-        token = torch.arange(self.num_tokens, device=q.device)
-        batch = torch.searchsorted(starts[1:].contiguous(), token, right=True)
-        num_sequences = starts.numel() - 1
-        self.in_sequence = (batch < num_sequences) & (token >= starts[0])
-        self.sequence = batch.clamp(max=max(num_sequences - 1, 0))  # [Tq]
-        self.kv_starts, self.kv_lengths = self._kv_extents(num_sequences)
-        if num_sequences:
-            queries = starts.diff()[self.sequence]
-            first_key = self.kv_lengths[self.sequence] - queries - starts[self.sequence]
-            self.last_key = token + first_key  # causal, bottom-right
-        else:
-            self.last_key = token
-
-    def _kv_extents(self, num_sequences: int) -> tuple[Tensor, Tensor]:
-        offsets, used = self.selection.cu_seqlens_k, self.selection.seqused_k
-        if self.selection.page_table is not None and used is not None:
-            capacity = self.selection.page_table.shape[1] * self.block_size
-            lengths = used.long().clamp(0, capacity)
-            return torch.zeros_like(lengths), lengths
-        if offsets is None or num_sequences == 0:
-            none = torch.zeros(0, dtype=torch.long, device=self.q.device)
-            return none, none
-        starts = _offsets(offsets, self.k.shape[0])
-        lengths = starts.diff()
-        if used is not None:
-            lengths = torch.minimum(used.long().clamp(min=0), lengths)
-        return starts[:-1], lengths
+        extents = sequences_of(selection, k.shape[0])
+        num_sequences = extents.q_start.shape[0]
+        owner = extents.owners(self.num_tokens)
+        self.in_sequence = owner < num_sequences
+        self.sequence = owner.clamp(max=max(num_sequences - 1, 0))  # [Tq]
+        self.last_key, _ = extents.align_queries(self.num_tokens)  # causal, bottom-right
+        self.kv_starts, self.kv_lengths = extents.k_start, extents.k_length
 
     def lists(self) -> list[Lists]:
         rows = torch.arange(self.num_rows, device=self.q.device)
@@ -278,8 +258,3 @@ class _TokenRows:
 def _bhsd(x: Tensor, selection: BlockSelection) -> Tensor:
     """Swap sequence and head where the layout is "bshd"; its own inverse."""
     return x.transpose(1, 2) if selection.layout == "bshd" else x
-
-
-def _offsets(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Offsets clamped to the tensor and made non-decreasing, whatever they hold."""
-    return cu_seqlens.long().clamp(0, length).cummax(0).values

@@ -27,6 +27,14 @@ class Sequences:
     k_start: Tensor
     k_length: Tensor
 
+    def owners(self, num_queries: int) -> Tensor:
+        """Find the sequence of each query token, int64 [Tq]; padding belongs to sequence B."""
+        token = torch.arange(num_queries, device=self.q_start.device)
+        owner = torch.searchsorted(self.q_start + self.q_length, token, right=True)
+        # Offsets that do not start at 0 leave tokens before the first sequence.
+        first = self.q_start[:1] if self.q_start.shape[0] else num_queries
+        return owner.masked_fill(token < first, self.q_start.shape[0])
+
     def align_queries(self, num_queries: int) -> tuple[Tensor, Tensor]:
         """Find the position of each query token, and the number of keys of its sequence.
 
@@ -35,15 +43,13 @@ class Sequences:
         position -1 and no keys. Both are int64 [Tq].
         """
         token = torch.arange(num_queries, device=self.q_start.device)
-        owner = torch.searchsorted(self.q_start + self.q_length, token, right=True)
-        # One more sequence, without keys, owns the tokens after the last one.
-        starts, shifts, lengths = (
-            torch.nn.functional.pad(x, (0, 1))
-            for x in (self.q_start, self.k_length - self.q_length, self.k_length)
+        owner = self.owners(num_queries)
+        shifts, lengths = (
+            torch.nn.functional.pad(x, (0, 1))  # sequence B has no keys
+            for x in (self.k_length - self.q_length - self.q_start, self.k_length)
         )
-        padding = (owner == self.q_start.shape[0]) | (token < starts[owner])
-        position = token - starts[owner] + shifts[owner]
-        return position.masked_fill(padding, -1), lengths[owner].masked_fill(padding, 0)
+        position = (token + shifts[owner]).masked_fill(owner == self.q_start.shape[0], -1)
+        return position, lengths[owner]
 
 
 def sequences_of(selection: TokenSelection, num_keys: int | None = None) -> Sequences:

@@ -104,6 +104,35 @@ def test_an_all_empty_selection_has_zero_gradients():
     assert all((x.grad == 0).all() for x in inputs)
 
 
+def test_autocast_does_not_lower_the_precision():
+    """Found: inside an autocast region the reference multiplied float32 inputs in bfloat16."""
+    inputs, selection, options = BLOCK["gqa-4"].build()
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = sparse_atten_func(*leaves, selection, return_lse=True)
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+    assert_matches_definition(Result(out.detach(), lse.detach(), None), inputs, selection, options)
+    again = torch.autograd.grad(sparse_atten_func(*leaves, selection).square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+
+
+def test_the_default_dtype_does_not_matter():
+    inputs, selection, _ = BLOCK["gqa-4"].build()
+    torch.set_default_dtype(torch.float64)
+    try:
+        out, lse = sparse_atten_func(*inputs, selection, return_lse=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+
+
+def test_inference_mode():
+    inputs, selection, _ = BLOCK["gqa-4"].build()
+    with torch.inference_mode():
+        out = sparse_atten_func(*inputs, selection)
+    assert torch.equal(out, sparse_atten_func(*inputs, selection))
+
+
 def test_check_selection_names_the_first_bad_entry():
     (q, k, v), selection, _ = BLOCK["random-counts"].build()
     check_selection(q, k, v, selection)

@@ -12,7 +12,7 @@ from sparse_atten import TokenSelection, sparse_atten_func
 from sparse_atten.contracts import options_of, validate
 from sparse_atten.definition import define_attention
 from sparse_atten.msa import kv_outer, merge_partials, partial_attention
-from sparse_atten.prepare import prepare
+from sparse_atten.preparation import prepare
 
 LENGTHS = (1, 127, 128, 129, 400, 0)
 
@@ -163,6 +163,20 @@ def test_bfloat16_is_accumulated_in_float32():
     )
     wanted = sparse_atten_func(*problem)
     torch.testing.assert_close(out, wanted, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("ambient", ["bfloat16 autocast", "float64 default"])
+def test_settings_of_the_callers_program_change_nothing(ambient):
+    problem = flat_problem((50,), (70,), group=2, block=16)
+    wanted = merged(*problem, causal=True)
+    if ambient == "float64 default":
+        torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=ambient == "bfloat16 autocast"):
+            got = merged(*problem, causal=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize("num_sms", [1, 4, 10_000])

@@ -211,6 +211,21 @@ def test_pieces_follow_the_workspace_and_the_diagonal():
     assert [piece.token.shape[0] for piece in packed.padded_pieces()] == [16] * 4
 
 
+@pytest.mark.parametrize("ambient", ["bfloat16 autocast", "float64 default"])
+def test_settings_of_the_callers_program_change_nothing(ambient):
+    q_idx, k_idx, fields = index_problem((40,), (40,), dim=64)
+    wanted = block_max_scores(q_idx, k_idx, **fields)
+    if ambient == "float64 default":
+        torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=ambient == "bfloat16 autocast"):
+            scores = block_max_scores(q_idx, k_idx, **fields)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(scores, wanted)
+    assert scores.dtype == torch.float32
+
+
 def test_no_gradient_flows_through_scores():
     q_idx, k_idx, fields = index_problem((9,), (9,))
     assert not block_max_scores(q_idx.requires_grad_(), k_idx, **fields).requires_grad

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_atten import TokenSelection, check_selection
 from sparse_atten.msa import block_max_scores, index_branch, select_blocks
@@ -178,6 +179,30 @@ def test_index_branch_of_paged_keys():
     scores = block_max_scores(q_idx, pool, kv_layout="nhd", **flat | pages)
     stages = select_blocks(scores, topk=2, kv_layout="nhd", **flat | pages)
     assert torch.equal(stages.q2k_indices, wanted.q2k_indices)
+
+
+class Largest(TorchDispatchMode):
+    """Records the bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.num_bytes = max(self.num_bytes, x.untyped_storage().nbytes())
+        return result
+
+
+def test_index_branch_never_holds_all_scores():
+    q_idx, k_idx = random_index((700,), (700,))
+    fields = fields_of((700,), (700,), 2)
+    with Largest() as largest:
+        index_branch(q_idx, k_idx, topk=3, max_workspace_bytes=200_000, **fields)
+    assert largest.num_bytes <= 200_000
+    with Largest() as largest:
+        index_branch(q_idx, k_idx, topk=3, **fields)
+    assert largest.num_bytes >= 2 * 350 * 700 * 4
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from sparse_atten.attention import sparse_atten_func
-from sparse_atten.contracts import KVLayout, describe
+from sparse_atten.contracts import KVLayout
+from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.msa.select import index_branch
 
 

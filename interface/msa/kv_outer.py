@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from sparse_atten.attention import check
-from sparse_atten.contracts import TokenSelection, describe, options_of
-from sparse_atten.prepare import PreparedSelection
+from sparse_atten.contracts import TokenSelection, options_of
+from sparse_atten.cute_kernels.common.arguments import describe
+from sparse_atten.preparation import PreparedSelection
+from sparse_atten.reference import without_autocast
 from sparse_atten.sequences import sequences_of
 
 _NEVER = float("-inf")
@@ -104,7 +106,8 @@ def partial_attention(
         token = int(sequences.q_start[batch]) + local
         heads = slice(kv_head * group, (kv_head + 1) * group)
         queries = q[token, heads].to(dtype)  # [q_count, G, D]
-        scores = options.softmax_scale * (queries @ keys.T)
+        with without_autocast(q):
+            scores = options.softmax_scale * (queries @ keys.T)
         position = kv_block * block + torch.arange(keys.shape[0], device=q.device)
         last_key = local + num_keys - num_queries if causal else local.new_full((1,), num_keys)
         seen = (position <= last_key[:, None])[:, None]  # [q_count or 1, 1, L]
@@ -200,8 +203,9 @@ def _average(scores: Tensor, seen: Tensor, values: Tensor) -> Tensor:
     """Softmax average of the values [L, D] that are seen; a seen non-finite value gives NaN."""
     weights = scores.masked_fill(~seen, _NEVER).softmax(-1).masked_fill(~seen, 0)
     finite = values.isfinite()
-    average = weights @ values.masked_fill(~finite, 0)
-    poisoned = seen.to(values.dtype) @ (~finite).to(values.dtype) > 0
+    with without_autocast(values):
+        average = weights @ values.masked_fill(~finite, 0)
+        poisoned = seen.to(values.dtype) @ (~finite).to(values.dtype) > 0
     return average.masked_fill(poisoned, float("nan"))
 
 

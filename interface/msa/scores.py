@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from sparse_atten.attention import check
-from sparse_atten.contracts import DTYPES, Options, TokenSelection, describe
-from sparse_atten.csr.reference import expect_int
-from sparse_atten.reference import workspace_bytes
+from sparse_atten.contracts import DTYPES, Options, TokenSelection
+from sparse_atten.cute_kernels.common.arguments import describe, expect_int
+from sparse_atten.reference import without_autocast, workspace_bytes
 from sparse_atten.sequences import Sequences, sequences_of
 
 _TOPK_BYTES = 48  # of block_topk for each score: keys of 4 and ids of 8 bytes, a few times over
@@ -80,7 +80,7 @@ def block_max_scores(
         q_idx, k_idx, fields, causal=causal, scale=scale, max_workspace_bytes=max_workspace_bytes
     )
     shape = q_idx.shape[1], scorer.num_blocks, q_idx.shape[0]
-    scores = torch.full(shape, _NEVER, device=q_idx.device)
+    scores = torch.full(shape, _NEVER, dtype=torch.float32, device=q_idx.device)
     for piece in scorer.pieces():
         part = scorer.score(piece)
         # Slots of no query lead to some token and hold -inf there, which changes no maximum.
@@ -171,7 +171,9 @@ class BlockScorer:
             num_sequences, num_slots // num_sequences, num_heads, head_dim
         )
         limit = piece.limit.view(num_sequences, 1, -1, 1)
-        scores = torch.full((num_heads, self.num_blocks, num_slots), _NEVER, device=self.q.device)
+        scores = queries.new_full(
+            (num_heads, self.num_blocks, num_slots), _NEVER, dtype=torch.float32
+        )
 
         pairs = num_slots * (num_heads * (dtype.itemsize + 4) + _PAIR_BYTES)
         keys = num_sequences * self.k.shape[_head_axis(self.selection)] * head_dim
@@ -182,7 +184,9 @@ class BlockScorer:
             k, position = self._keys(piece.sequence, ids)
             k = k.to(dtype).permute(0, 2, 3, 1)  # [S, Hk, d, L]
             grouped = queries.unflatten(2, (k.shape[1], -1)).permute(0, 2, 3, 1, 4)
-            products = (grouped.flatten(2, 3) @ k).view(num_sequences, num_heads, -1, k.shape[3])
+            with without_autocast(k):
+                products = grouped.flatten(2, 3) @ k
+            products = products.view(num_sequences, num_heads, -1, k.shape[3])
             products.masked_fill_(position[:, None, None] > limit, _NEVER)
             best = products.unflatten(3, (-1, block)).amax(4)  # [S, Hidx, C, blocks]
             scores[:, start : start + ids.shape[0]] = best.permute(1, 3, 0, 2).flatten(2)

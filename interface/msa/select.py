@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_atten.contracts import EMPTY, TokenSelection, describe
-from sparse_atten.csr.reference import expect_int
+from sparse_atten.contracts import EMPTY, TokenSelection
+from sparse_atten.cute_kernels.common.arguments import describe, expect_int
 from sparse_atten.msa.scores import blank_selection, check_tables, last_seen, scorer_of
 from sparse_atten.sequences import sequences_of
 from sparse_atten.topk import block_topk

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from sparse_atten.attention import sparse_atten_func
-from sparse_atten.contracts import DTYPES, BlockSelection, Layout, describe, options_of
+from sparse_atten.contracts import DTYPES, BlockSelection, Layout, options_of
+from sparse_atten.cute_kernels.common.arguments import describe
+from sparse_atten.reference import without_autocast
 from sparse_atten.vsa.layout import VideoLayout, sequence_dim
 from sparse_atten.vsa.pool import pool_blocks
 from sparse_atten.vsa.route import Policy, Sparsity, route, route_scores
@@ -168,7 +170,8 @@ def coarse_attention(scores: Tensor, v_mean: Tensor, block_sizes: Tensor) -> Ten
     lowest = torch.finfo(scores.dtype).min
     weights = scores.masked_fill(absent, lowest).softmax(-1)
     grouped = weights.reshape(batch, kv_heads, heads // kv_heads * num_q_blocks, num_kv_blocks)
-    coarse = grouped @ v_mean.masked_fill(absent[:, None], 0)
+    with without_autocast(scores):
+        coarse = grouped @ v_mean.masked_fill(absent[:, None], 0)
     return coarse.reshape(batch, heads, num_q_blocks, v_mean.shape[3])
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_atten.contracts import Layout, describe
+from sparse_atten.contracts import Layout
+from sparse_atten.cute_kernels.common.arguments import describe
 
 Grid = tuple[int, int, int]
 Segment = int | Grid

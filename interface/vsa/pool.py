@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_atten.contracts import Layout, describe
+from sparse_atten.contracts import Layout
+from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.vsa.layout import VideoLayout, sequence_dim
 
 

@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparse_atten.contracts import BlockSelection, Layout, describe
+from sparse_atten.contracts import BlockSelection, Layout
+from sparse_atten.cute_kernels.common.arguments import describe
+from sparse_atten.reference import without_autocast
 from sparse_atten.topk import block_topk
 from sparse_atten.topk.reference import MAX_K
 from sparse_atten.vsa.layout import VideoLayout, sequence_dim
@@ -98,7 +100,8 @@ def route_scores(q_mean: Tensor, k_mean: Tensor, *, softmax_scale: float | None 
     # The heads of a GQA group stand below each other, so that no key is copied.
     rows = heads // kv_heads * num_q_blocks
     grouped = (q_mean * softmax_scale).reshape(batch, kv_heads, rows, head_dim)
-    scores = grouped @ k_mean.transpose(2, 3)
+    with without_autocast(q_mean):
+        scores = grouped @ k_mean.transpose(2, 3)
     return scores.reshape(batch, heads, num_q_blocks, k_mean.shape[2])
 
 
@@ -231,7 +234,6 @@ def _budgets(
     return budgets
 
 
-@torch.compiler.assume_constant_result
 def _budget(name: str, sparsity: object, num_blocks: int) -> int:
     """Compute a budget from the decimal that a sparsity prints."""
     if isinstance(sparsity, bool) or not isinstance(sparsity, (Real, Decimal, str)):
@@ -244,3 +246,7 @@ def _budget(name: str, sparsity: object, num_blocks: int) -> int:
     if not in_range:
         raise ValueError(f"{name} must be at least 0 and below 1, got {describe(sparsity)}")
     return max(1, min(math.ceil((1 - share) * num_blocks), num_blocks))
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import all of the compiler.
+_budget._dynamo_marked_constant = True  # type: ignore[attr-defined]

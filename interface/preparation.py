@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from sparse_atten.checks import check_values
-from sparse_atten.contracts import (
-    BlockSelection,
-    Options,
-    Selection,
-    TokenSelection,
-    describe,
-    validate,
-)
+from sparse_atten.contracts import BlockSelection, Options, Selection, TokenSelection, validate
 from sparse_atten.csr import K2QCSR, build_k2q_csr, row_bound
+from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.cute_kernels.common.target import B200, device_sm_count
 from sparse_atten.scheduler import Schedule, build_schedule
 from sparse_atten.sequences import sequences_of

@@ -12,7 +12,7 @@ from sparse_atten import (
     check_selection,
     sparse_atten_func,
 )
-from sparse_atten.prepare import prepare
+from sparse_atten.preparation import prepare
 
 
 def int32(values):
@@ -85,6 +85,27 @@ def test_num_sms_decides_how_finely_hot_rows_are_split():
     one, default, many = (prepare(selection, q, k, num_sms=n).schedule for n in (1, None, 148))
     assert one.num_items.item() < many.num_items.item()
     assert torch.equal(default.work_items, many.work_items)
+
+
+@pytest.mark.parametrize("problem", [flat_problem, paged_problem])
+def test_nothing_is_read_on_the_host_of_a_device(problem):
+    # Meta tensors hold no values: whatever needs one raises.
+    q, k, _, selection = problem()
+    fields = {
+        name: x.to("meta") if isinstance(x, torch.Tensor) else x
+        for name, x in vars(selection).items()
+    }
+    on_meta = prepare(TokenSelection(**fields), q.to("meta"), k.to("meta"))
+    prepared = prepare(selection, q, k)
+    assert on_meta.csr.row_ptr.shape == prepared.csr.row_ptr.shape
+    assert on_meta.schedule.work_items.shape == prepared.schedule.work_items.shape
+
+
+def test_unchecked_offsets_of_a_device_make_no_rows_past_the_keys(monkeypatch):
+    q, k, _, selection = flat_problem()
+    wild = dataclasses.replace(selection, cu_seqlens_k=int32([0, 20, 10**6]))
+    monkeypatch.setattr("sparse_atten.preparation.check_values", lambda *_: None)
+    assert torch.equal(prepare(wild, q, k).csr.row_coords, prepare(selection, q, k).csr.row_coords)
 
 
 @pytest.mark.parametrize("heads", [0, 2])
