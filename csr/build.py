@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sparse_atten.csr.device import (
@@ -15,13 +14,12 @@ from sparse_atten.csr.device import (
 from sparse_atten.csr.reference import (
     INT32_MAX,
     K2QCSR,
-    describe,
-    expect_int,
     k2q_csr_of,
     key_lengths,
     refuse_bad_edges,
     transposed_lists_of,
 )
+from sparse_atten.cute_kernels.common.arguments import expect_int, expect_table
 
 
 def row_bound(
@@ -170,9 +168,9 @@ def transpose_block_lists(
     ValueError
         An argument has a wrong shape, device or value.
     """
-    _expect_table("q2k_indices", q2k_indices, ("B", "H", "Nq", "K"), None, None)
-    shape = q2k_indices.shape[:3]
-    _expect_table("q2k_counts", q2k_counts, ("B", "H", "Nq"), shape, q2k_indices.device)
+    expect_table("q2k_indices", q2k_indices, ("B", "H", "Nq", "K"))
+    shape, like = tuple(q2k_indices.shape[:3]), ("q2k_indices", q2k_indices)
+    expect_table("q2k_counts", q2k_counts, ("B", "H", "Nq"), shape=shape, like=like)
     expect_int("num_kv_blocks", num_kv_blocks, 0)
     num_q_blocks = shape[2]
     expect_int("dense_rows", dense_rows, 0, num_q_blocks)
@@ -206,34 +204,15 @@ def check_tables(
     seqused_k: Tensor | None,
 ) -> None:
     """Check the tensors of a token selection."""
-    _expect_table("q2k_indices", q2k_indices, ("Hkv", "Tq", "K"), None, None)
-    device = q2k_indices.device
-    _expect_table("cu_seqlens_q", cu_seqlens_q, ("B + 1",), None, device)
+    expect_table("q2k_indices", q2k_indices, ("Hkv", "Tq", "K"))
+    like = ("q2k_indices", q2k_indices)
+    expect_table("cu_seqlens_q", cu_seqlens_q, ("B + 1",), like=like)
     batch = cu_seqlens_q.shape[0] - 1
     if batch < 0:
         raise ValueError("cu_seqlens_q must hold at least one offset, got int32 [0]")
     if seqused_k is not None:
-        _expect_table("seqused_k", seqused_k, ("B",), (batch,), device)
+        expect_table("seqused_k", seqused_k, ("B",), shape=(batch,), like=like)
     if cu_seqlens_k is not None:
-        _expect_table("cu_seqlens_k", cu_seqlens_k, ("B + 1",), (batch + 1,), device)
+        expect_table("cu_seqlens_k", cu_seqlens_k, ("B + 1",), shape=(batch + 1,), like=like)
     elif seqused_k is None:
         raise ValueError(f"seqused_k must be int32 [B] = [{batch}] without cu_seqlens_k, got None")
-
-
-def _expect_table(
-    name: str,
-    table: object,
-    dims: tuple[str, ...],
-    shape: tuple[int, ...] | None,
-    device: torch.device | None,
-) -> None:
-    """Check an int32 tensor; `shape` None leaves its sizes free."""
-    wanted = f"int32 [{', '.join(dims)}]"
-    if shape is not None:
-        wanted += f" = {list(shape)}"
-    if not isinstance(table, Tensor) or table.dtype != torch.int32:
-        raise TypeError(f"{name} must be {wanted}, got {describe(table)}")
-    if table.dim() != len(dims) or (shape is not None and tuple(table.shape) != tuple(shape)):
-        raise ValueError(f"{name} must be {wanted}, got {describe(table)}")
-    if device is not None and table.device != device:
-        raise ValueError(f"{name} must be on q2k_indices' device {device}, got {describe(table)}")

@@ -164,23 +164,6 @@ def transposed_lists_of(
     return k2q_indices, chosen.sum(dim=3, dtype=torch.int32)
 
 
-def expect_int(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Check a host int; torch.SymInt is what a compiled graph with dynamic shapes passes."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {describe(value)}")
-    if value < least or (most is not None and value > most):
-        wanted = f"at least {least}" if most is None else f"in {least}..{most}"
-        raise ValueError(f"{name} must be {wanted}, got {value}")
-
-
-def describe(value: object) -> str:
-    """Name what was passed, for an error message."""
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {list(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
-
-
 def _map_rows(cu_seqlens_q: Tensor, lengths: Tensor, num_queries: int, block_size: int) -> _RowMap:
     q_start = cu_seqlens_q.to(torch.int64).clamp(0, num_queries).cummax(dim=0).values
     num_blocks = (lengths + block_size - 1) // block_size

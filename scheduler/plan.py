@@ -6,7 +6,8 @@ from torch import Tensor
 
 from sparse_atten.csr.build import check_tables, csr_of
 from sparse_atten.csr.device import Tables, runs_kernels
-from sparse_atten.csr.reference import INT32_MAX, K2QCSR, describe, expect_int
+from sparse_atten.csr.reference import INT32_MAX, K2QCSR
+from sparse_atten.cute_kernels.common.arguments import describe, expect_int
 from sparse_atten.scheduler.device import (
     csr_and_schedule_on_device,
     launch_on,
@@ -109,8 +110,9 @@ def build_csr_and_schedule(
     expect_int("num_rows", num_rows, 0, INT32_MAX)
     if key_capacity is not None:
         expect_int("key_capacity", key_capacity, 0)
+    heads, num_queries, width = q2k_indices.shape
     splitting = splitting_of(
-        tuple(q2k_indices.shape), num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
+        (heads, num_queries, width), num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
     )
     tables = Tables(
         q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, block_size, num_rows, key_capacity

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_atten.csr.reference import EMPTY, K2QCSR, expect_int
+from sparse_atten.csr.reference import EMPTY, K2QCSR
+from sparse_atten.cute_kernels.common.arguments import expect_int
 
 MMA_ROWS = 128  # rows of a tile: query tokens times the heads of a group
 ITEMS_PER_SM = 8  # equal items for each SM, so that the last to finish adds at most 1/8
