@@ -15,7 +15,7 @@
 // Up to MAX_BINS rows, the digit is the row and one pass does it. More rows take several passes
 // over digits of at most 10 bits, least significant first (hist_pairs, prefix, scatter_pairs), and
 // row_bounds then finds the rows in the sorted list. Counts take heads * tiles * bins entries, at
-// most heads * (E / 2 + MAX_BINS) for E slots, since bins <= MAX_BINS = TILE / 2.
+// most heads * (5 / 8 E + MAX_BINS) for E slots a head, since bins <= MAX_BINS = 5 / 8 TILE.
 //
 // Order. Inside a warp, ballots rank equal digits by lane; warps, tiles and passes are combined by
 // prefix sums. Atomics only count: integer sums are the same in any order.
@@ -26,7 +26,8 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int ROUNDS = 8;
 constexpr int TILE = THREADS * ROUNDS;
-constexpr int MAX_BINS = 1024;
+constexpr int MAX_BINS = 1280;  // rows of 128k tokens in up to 256 sequences
+static_assert(MAX_BINS <= 2 * 1024, "prefix sums two bins a thread");
 constexpr int BINS_PER_THREAD = MAX_BINS / THREADS;
 constexpr int PREFIX_WARPS = 32;  // of prefix: tiles are summed in so many chunks
 constexpr int LISTS_KV = 4096;    // KV blocks of a CTA of mark_lists
@@ -358,10 +359,13 @@ __device__ Bins prefix_bins(index_t* counts, long long tiles, int bins, index_t*
     if (is_last) {
         __threadfence();
         const volatile index_t* of_head = totals + head * static_cast<long long>(bins);
-        const index_t mine = threadIdx.x < bins ? of_head[threadIdx.x] : 0;
-        const Scan<index_t> scan = sum_block(mine, scratch);
+        const int first = 2 * threadIdx.x;
+        const index_t even = first < bins ? of_head[first] : 0;
+        const index_t odd = first + 1 < bins ? of_head[first + 1] : 0;
+        const Scan<index_t> scan = sum_block(even + odd, scratch);
         index_t* starts = bin_ptr + head * (bins + 1LL);
-        if (threadIdx.x < bins) starts[threadIdx.x] = scan.before;
+        if (first < bins) starts[first] = scan.before;
+        if (first + 1 < bins) starts[first + 1] = scan.before + even;
         if (threadIdx.x == 0) {
             starts[bins] = scan.all;
             finished[head] = 0;  // for the next pass

@@ -26,7 +26,8 @@ Launch = Callable[..., None]
 THREADS = 256  # of every kernel but these
 KERNEL_THREADS = {"build_row_map": 1024, "prefix": 1024, "prefix_and_weigh": 1024}
 TILE = 2048  # slots of a CTA of hist and scatter
-MAX_DIGIT_BITS = 10  # a pass orders edges by at most 2^10 rows or parts of rows
+MAX_BINS = 1280  # rows that one pass orders edges by
+MAX_DIGIT_BITS = 10  # of a row, that each of several passes orders edges by
 LISTS_KV = 4096  # KV blocks of a CTA of mark_lists
 
 _INT62_MAX = 2**62 - 1  # of a block size: lengths are added to it
@@ -381,7 +382,7 @@ def _plan(
     slots = num_queries * width
     tiles = -(-slots // TILE)
     row_bits = (num_rows - 1).bit_length()
-    passes = max(1, -(-row_bits // MAX_DIGIT_BITS))
+    passes = 1 if num_rows <= MAX_BINS else -(-row_bits // MAX_DIGIT_BITS)
     bits = -(-row_bits // passes)
     bins = num_rows if passes == 1 else 1 << bits
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from sparse_atten.csr.build import check_tables, csr_of
@@ -14,6 +16,9 @@ from sparse_atten.scheduler.device import (
     schedule_on_device,
 )
 from sparse_atten.scheduler.reference import Schedule, schedule_of, splitting_of
+
+# For real tensors only: sizes that are being traced have no hash.
+_known_splitting = lru_cache(maxsize=1024, typed=True)(splitting_of)
 
 
 def build_schedule(csr: K2QCSR, *, num_q_heads: int, num_sms: int) -> Schedule:
@@ -51,13 +56,11 @@ def build_schedule(csr: K2QCSR, *, num_q_heads: int, num_sms: int) -> Schedule:
         raise TypeError(f"csr must be a K2QCSR, got {describe(csr)}")
     num_kv_heads, num_slots = csr.edge_ids.shape
     num_rows = csr.row_coords.shape[0]
-    splitting = splitting_of(
-        (num_kv_heads, csr.num_queries, csr.table_width),
-        num_rows=num_rows,
-        num_q_heads=num_q_heads,
-        num_sms=num_sms,
+    shape, on_device = (num_kv_heads, csr.num_queries, csr.table_width), runs_kernels(csr.edge_ids)
+    splitting = (_known_splitting if on_device else splitting_of)(
+        shape, num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
     )
-    if runs_kernels(csr.edge_ids) and num_kv_heads * num_slots * num_rows:
+    if on_device and num_kv_heads * num_slots * num_rows:
         is_wide = num_slots > INT32_MAX
         return schedule_on_device(csr, splitting, launch_on(csr.edge_ids.device, is_wide))
     return schedule_of(csr, splitting)
@@ -100,10 +103,11 @@ def build_csr_and_schedule(
 
     Notes
     -----
-    Four launches up to 1024 rows, nine up to 2^20; deterministic, without a synchronisation. The
-    workspace is linear in edges and rows: for E = Tq * K slots a head and R rows, at most
-    ``Hkv * (2 E + E / 8 + 12 R) + O(Hkv * 2^10 + B)`` bytes up to 1024 rows, and
-    ``Hkv * (14 E + E / 8) + 4 R`` and the same rest up to 2^20.
+    Four launches up to 1280 rows, nine up to 2^20, twelve up to 2^30. Deterministic, and without
+    a synchronisation. The workspace is linear in edges and rows: for E = Tq * K slots a head and R
+    rows, at most ``Hkv * 2.7 * E`` bytes up to 1280 rows, ``Hkv * 14.7 * E`` up to 2^20 and
+    ``Hkv * 18.7 * E`` beyond; ``4 * R + 24 * B``; and 15 KiB for each head and 128 KiB. Indices of
+    64 bits, where E >= 2^31, double the parts that hold them.
     """
     check_tables(q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k)
     expect_int("block_size", block_size, 1)
@@ -111,13 +115,14 @@ def build_csr_and_schedule(
     if key_capacity is not None:
         expect_int("key_capacity", key_capacity, 0)
     heads, num_queries, width = q2k_indices.shape
-    splitting = splitting_of(
-        (heads, num_queries, width), num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
+    shape, on_device = (heads, num_queries, width), runs_kernels(q2k_indices)
+    splitting = (_known_splitting if on_device else splitting_of)(
+        shape, num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
     )
     tables = Tables(
         q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, block_size, num_rows, key_capacity
     )
-    if runs_kernels(q2k_indices) and q2k_indices.numel() and num_rows:
+    if on_device and heads * num_queries * width * num_rows:
         is_wide = tables.is_wide
         launch = launch_on(q2k_indices.device, is_wide)
         return csr_and_schedule_on_device(tables, splitting, launch, is_wide=is_wide)

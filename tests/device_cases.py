@@ -160,7 +160,7 @@ def extreme_lengths(generator: torch.Generator) -> Tables:
     ids[:, 1::7, 1] = 2**24
     ids[:, 2::7, 2] = 2**31 - 1
     used = int32([2**31 - 1, -(2**31), 2**31 - 1])
-    return Tables(ids, offsets([100, 100, 100]), None, used, 128, 2**10 + 7)
+    return Tables(ids, offsets([100, 100, 100]), None, used, 128, 2**11 + 7)
 
 
 @case
@@ -240,12 +240,12 @@ def lanes_apart(generator: torch.Generator) -> Tables:
 
 @case
 def as_many_rows_as_one_pass_takes(generator: torch.Generator) -> Tables:
-    return packed(generator, [300, 60], [1000 * 128, 20 * 128], num_rows=1024)
+    return packed(generator, [300, 60], [1200 * 128, 80 * 128], num_rows=1280)
 
 
 @case
 def one_row_more_than_one_pass_takes(generator: torch.Generator) -> Tables:
-    return packed(generator, [300, 60], [1000 * 128, 25 * 128], num_rows=1025, width=3)
+    return packed(generator, [300, 60], [1200 * 128, 81 * 128], num_rows=1281, width=3)
 
 
 @case

@@ -152,11 +152,11 @@ def test_emulated_lists_equal_the_reference(shape, num_kv, dense_rows):
 
 def test_the_workspace_is_linear_in_slots_and_rows():
     for heads, num_queries, width in ((4, 8192, 16), (4, 2**20, 16), (1, 128, 16), (2, 2**25, 64)):
-        for num_rows in (1, 64, 1000, 1024, 1025, 2**16, 2**20):
+        for num_rows in (1, 64, 1000, 1280, 1281, 2**16, 2**20):
             slots, index = num_queries * width, 8 if num_queries * width >= 2**31 else 4
             plan = _plan((heads, num_queries, width), num_rows, 128, 0, index == 8)
-            per_slot = index / 2 + 1 / 8 + (8 + index if num_rows > 1024 else 0)
-            rest = heads * 3 * 1024 * index + 4 * num_rows + 16 * 129 + 512
+            per_slot = index * 5 / 8 + 1 / 8 + (8 + index if num_rows > 1280 else 0)
+            rest = heads * 3 * 1280 * index + 4 * num_rows + 16 * 129 + 512
             assert plan.num_bytes <= heads * slots * per_slot + rest
 
 
