@@ -89,7 +89,7 @@ def build_k2q_csr(
     cu_seqlens_q : Tensor, int32 [B + 1]
         Sequence b owns the query tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Offsets are
         clamped to [0, Tq], and one that decreases counts as its predecessor. Tokens before the
-        first and from the last offset on are padding: their ids are not read and not counted.
+        first and from the last offset on are padding: their ids are neither used nor counted.
     cu_seqlens_k : Tensor, int32 [B + 1], optional
         The same for keys. None: lengths come from `seqused_k` alone (paged KV).
     block_size : int
@@ -119,6 +119,11 @@ def build_k2q_csr(
     -----
     Deterministic, and without a synchronisation unless `check`. Memory is linear in edges + rows.
     The reverse index is that of MSA (arXiv 2606.13392), section 4.
+
+    CUDA tensors on a GPU of compute capability 9.0 or newer take the kernels of csr.cu, whose
+    results equal the reference's bit for bit: four launches up to 1280 rows, eight up to 2^20, for
+    whose workspace see `build_csr_and_schedule`. They can be captured in a CUDA graph after
+    `preload` or a first call. Others take the torch reference, with the workspace of a sort.
     """
     check_tables(q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k)
     expect_int("block_size", block_size, 1)
@@ -167,6 +172,11 @@ def transpose_block_lists(
         An argument has the wrong class or dtype.
     ValueError
         An argument has a wrong shape, device or value.
+
+    Notes
+    -----
+    CUDA tensors on a GPU of compute capability 9.0 or newer take two kernels of csr.cu and a
+    workspace of a bit for each entry of `k2q_indices`.
     """
     expect_table("q2k_indices", q2k_indices, ("B", "H", "Nq", "K"))
     shape, like = tuple(q2k_indices.shape[:3]), ("q2k_indices", q2k_indices)

@@ -51,6 +51,9 @@ def build_schedule(csr: K2QCSR, *, num_q_heads: int, num_sms: int) -> Schedule:
     The order is the same on every run and never decides a result, since slots are fixed.
     Nothing is read on the host. Splitting hot rows and slots instead of float atomics are those of
     MSA (arXiv 2606.13392), section 4.
+
+    CUDA tensors on a GPU of compute capability 9.0 or newer take two kernels of schedule.cu, and a
+    workspace of a bit for each slot and 128 KiB; `build_csr_and_schedule` saves launches.
     """
     if not isinstance(csr, K2QCSR):
         raise TypeError(f"csr must be a K2QCSR, got {describe(csr)}")

@@ -67,7 +67,7 @@ def emulate(tables, schedule, is_wide=False):
 def test_emulated_csr_equals_the_reference(name):
     tables = tables_of(name)
     expected = csr_of(tables)
-    for schedule in SCHEDULES[:: 2 if len(name) % 2 else 3]:
+    for schedule in (SCHEDULES[2], SCHEDULES[(0, 1, 3, 4)[len(name) % 4]]):
         assert_same(emulate(tables, schedule), expected, CSR_TENSORS)
 
 
