@@ -5,7 +5,7 @@ Usage: python perf/csr.py [--cases 4x8192 --repeats 30 ...] >> perf/results/csr.
 Method: one process. Results are first compared with the torch reference, bit for bit.
 Each call then takes the next of several input sets, which together pass the L2 cache. device_us is
 the time of one call inside a CUDA graph that holds a call for each set; eager_us the same without a
-graph, by events; host_us the time until the eager call returns. Kernels and the torch reference on
+graph, by events, and all there is of a call that a graph cannot hold; host_us the time until the eager call returns. Kernels and the torch reference on
 the same GPU take turns. replay_us is the host time to replay a graph of one call. Figures are
 medians with the 20th and 80th percentile, in microseconds; one JSON line for each case.
 """
@@ -171,7 +171,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> dict[str, object]
         "workspace_bytes_per_slot": (peak - kept) / slots,
         **found,
         "rival": "torch_reference",
-        "ratio": found["torch_reference"]["device_us"][0] / found["fused"]["device_us"][0],
+        "ratio": best(found["torch_reference"]) / best(found["fused"]),
     }
 
 
@@ -233,7 +233,6 @@ def time_calls(
     for _ in tqdm(range(repeats), desc="repeats", file=sys.stderr):
         for name, call in calls.items():
             into = samples[name]
-            into["device_us"].append(elapsed(graphs[name].replay, len(tables))[0])
 
             def eager(call: Callable[[torch.Tensor], object] = call) -> None:
                 for table in tables:
@@ -242,24 +241,31 @@ def time_calls(
             device, host = elapsed(eager, len(tables))
             into["eager_us"].append(device)
             into["host_us"].append(host)
-            into["replay_us"].append(elapsed(single[name].replay, 1)[1])
+            graph, one = graphs[name], single[name]
+            if graph is not None and one is not None:
+                into["device_us"].append(elapsed(graph.replay, len(tables))[0])
+                into["replay_us"].append(elapsed(one.replay, 1)[1])
     return {
-        name: {kind: summary(values) for kind, values in kinds.items()}
+        name: {kind: summary(values) for kind, values in kinds.items() if values}
         for name, kinds in samples.items()
     }
 
 
 def capture(
     call: Callable[[torch.Tensor], object], tables: list[torch.Tensor]
-) -> torch.cuda.CUDAGraph:
-    """Capture one call for each table, after two runs of the first."""
+) -> torch.cuda.CUDAGraph | None:
+    """Capture one call for each table, after two runs of the first; None where that fails."""
     for _ in range(2):
         call(tables[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for table in tables:
-            call(table)
+    try:
+        with torch.cuda.graph(graph):
+            for table in tables:
+                call(table)
+    except RuntimeError as error:
+        print(f"no graph: {error}", file=sys.stderr)
+        return None
     graph.replay()
     torch.cuda.synchronize()
     return graph
@@ -282,6 +288,11 @@ def summary(values: list[float]) -> list[float]:
     """Median and the 20th and 80th percentile."""
     fifths = statistics.quantiles(values, n=5)
     return [round(x, 2) for x in (statistics.median(values), fifths[0], fifths[3])]
+
+
+def best(times: dict[str, list[float]]) -> float:
+    """Median device time, without a graph where there is none."""
+    return times.get("device_us", times["eager_us"])[0]
 
 
 def git_revision() -> str:
