@@ -2,12 +2,13 @@
 
 Usage: python perf/csr.py [--cases 4x8192 --repeats 30 ...] >> perf/results/csr.jsonl
 
-Method: one process. Results are first compared with the torch reference, bit for bit.
-Each call then takes the next of several input sets, which together pass the L2 cache. device_us is
-the time of one call inside a CUDA graph that holds a call for each set; eager_us the same without a
-graph, by events, and all there is of a call that a graph cannot hold; host_us the time until the eager call returns. Kernels and the torch reference on
-the same GPU take turns. replay_us is the host time to replay a graph of one call. Figures are
-medians with the 20th and 80th percentile, in microseconds; one JSON line for each case.
+Method: one process. Results are first compared with the torch reference, bit for bit. Each call
+then takes the next of several input sets, which together pass the L2 cache; the schedule alone is
+made of one CSR. device_us is the time of one call inside a CUDA graph that holds a call for each
+set; eager_us the same without a graph, by events; host_us the time until the eager call returns.
+Kernels and the torch reference on the same GPU take turns. replay_us is the host time to replay a
+graph of one call. A call that cannot be captured has no graph's times. Figures are medians with
+the 20th and 80th percentile, in microseconds; one JSON line for each case.
 """
 
 from __future__ import annotations
