@@ -200,12 +200,15 @@ def _check_forced(
 
 
 def _check_per_row(name: str, tensor: Tensor, rows: torch.Size, device: torch.device) -> None:
-    wanted = f"int32, broadcastable to the rows {list(rows)}"
+    def refusal() -> str:
+        wanted = f"int32, broadcastable to the rows {list(rows)}"
+        return f"{name} must be {wanted}, got {_describe(tensor)}"
+
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32:
-        raise TypeError(f"{name} must be {wanted}, got {_describe(tensor)}")
+        raise TypeError(refusal())
     sizes = zip(reversed(tensor.shape), reversed(rows), strict=False)
     if tensor.dim() > len(rows) or any(size not in (1, row) for size, row in sizes):
-        raise ValueError(f"{name} must be {wanted}, got {_describe(tensor)}")
+        raise ValueError(refusal())
     if tensor.device != device:
         raise ValueError(f"{name} must be on scores' device {device}, got {_describe(tensor)}")
 

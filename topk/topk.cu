@@ -221,20 +221,28 @@ __device__ void force_keys(unsigned (&keys)[ITEMS], int member, const Row& row) 
 template <class Predicate>
 __device__ unsigned word_of(const Group& group, Predicate holds) {
     unsigned word = 0;
+#if COLUMNS
 #pragma unroll
-    for (int j = 0; j < ITEMS; ++j) {
-        if (COLUMNS) {
-            if (holds(j)) word |= 1u << j;
-        } else {
-            constexpr int kParts = 32 / GROUP;  // items that fill one word
-            unsigned part = __ballot_sync(kAll, holds(j));
-            if (GROUP < 32) {
-                part = part >> (group.lane - group.member) & ((1u << (GROUP % 32)) - 1u);
-                part <<= j % kParts * GROUP;
-            }
-            if (group.member == j / kParts) word |= part;
+    for (int j = 0; j < ITEMS; ++j)
+        if (holds(j)) word |= 1u << j;
+#else
+    // A ballot has GROUP bits of each row of the warp: parts of a row's words, 32 / GROUP to a word.
+    const unsigned row = group.lane / GROUP;
+#pragma unroll
+    for (int j = 0; j < ITEMS; j += 32 / GROUP) {
+        unsigned found = __ballot_sync(kAll, holds(j));
+        if constexpr (GROUP == 16) {
+            found = __byte_perm(found, __ballot_sync(kAll, holds(j + 1)), row ? 0x7632 : 0x5410);
+        } else if constexpr (GROUP == 8) {
+            const unsigned pick = row | (row + 4) << 4;
+            const unsigned low = __byte_perm(found, __ballot_sync(kAll, holds(j + 1)), pick);
+            const unsigned third = __ballot_sync(kAll, holds(j + 2));
+            const unsigned high = __byte_perm(third, __ballot_sync(kAll, holds(j + 3)), pick);
+            found = __byte_perm(low, high, 0x5410);
         }
+        if (group.member == j / (32 / GROUP)) word = found;
     }
+#endif
     return word;
 }
 
@@ -253,6 +261,12 @@ __device__ unsigned ranked_key(const unsigned (&keys)[ITEMS]) {
         }
     }
     return best[RANK - 1];
+}
+
+// Add 1 if the key is at least the pivot, in two instructions where the compiler takes three.
+__device__ __forceinline__ void count_up(unsigned& count, unsigned key, unsigned pivot) {
+    asm("{ .reg .pred p; setp.ge.u32 p, %1, %2; @p add.u32 %0, %0, 1; }"
+        : "+r"(count) : "r"(key), "r"(pivot));
 }
 
 // The k-th largest key of a row, or a key that parts the k largest from the others; 1 where fewer
@@ -282,12 +296,12 @@ __device__ unsigned kth_largest(Group& group, const unsigned (&keys)[ITEMS], int
         }
         if (!group.any(searching)) break;
         const unsigned width = hi - lo;
-        const float share = halve ? 0.5f : (at_least - k + 0.5f) / (at_least - above);
+        const float share = halve ? 0.5f : __fdividef(at_least - k + 0.5f, at_least - above);
         const unsigned step = min(width - 1, static_cast<unsigned>(share * width));
         const unsigned pivot = lo + 1 + step;
         unsigned mine = 0;
 #pragma unroll
-        for (int j = 0; j < ITEMS; ++j) mine += keys[j] >= pivot;
+        for (int j = 0; j < ITEMS; ++j) count_up(mine, keys[j], pivot);
         const int count = group.sum(mine);
         if (!searching) continue;
         if (count >= k) {
@@ -438,9 +452,9 @@ __device__ Shared shared_memory(int capacity) {
 __device__ void refine(Search& search, const unsigned* histogram, int tile, int width) {
     const int lane = threadIdx.x % 32;
     constexpr int kShare = kBins / 32;
-    unsigned mine = 0;  // lane 0 has the largest digits
-    for (int i = 0; i < kShare; ++i)
-        mine += histogram[(kBins - 1 - lane * kShare - i) * TILE + tile];
+    const int first = (31 - lane) * kShare;  // lane 0 has the largest digits
+    unsigned mine = 0;
+    for (int i = 0; i < kShare; ++i) mine += histogram[(first + i) * TILE + tile];
     unsigned through = mine;
     for (int step = 1; step < 32; step *= 2) {
         const unsigned earlier = __shfl_up_sync(kAll, through, step);
@@ -461,7 +475,7 @@ __device__ void refine(Search& search, const unsigned* histogram, int tile, int 
     }
     unsigned above = through - mine;
     if (above < need && through >= need) {
-        int digit = kBins - 1 - lane * kShare;
+        int digit = first + kShare - 1;
         unsigned count = histogram[digit * TILE + tile];
         while (above + count < need) {
             above += count;

@@ -279,10 +279,10 @@ class Kernel:
 
         sizes: list[int] = []
         while True:
-            status, _, size = driver.cuFuncGetParamInfo(self._function, len(sizes))
+            status, *offset_and_size = driver.cuFuncGetParamInfo(self._function, len(sizes))
             if status != driver.CUresult.CUDA_SUCCESS:
                 break
-            sizes.append(size)
+            sizes.append(offset_and_size[1])
         if given != sizes:
             raise RuntimeError(
                 f"kernel {self.name} takes parameters of {sizes} bytes, signature {signature!r} "

@@ -1,0 +1,233 @@
+"""block_topk on a GPU against torch.topk and the time to read the scores once.
+
+Usage: python perf/topk.py [--samples 30] [--sweep] >> perf/results/topk.jsonl
+
+Method: one process. Each shape is first compared with the torch reference, bit for bit. Then the
+contenders run in turn, in two ways: as a CUDA graph that calls a contender once for each of a set
+of inputs larger than the L2 cache, and eagerly over the same inputs, host overhead included. Times
+are for one call, by CUDA events: median, p20 and p80 of the samples. `host_us` is the time to issue
+one eager call, without waiting for it, `replay_host_us` that to issue a graph of one call. The read
+floor is the bytes of the scores over the bandwidth of a large device copy measured in this process
+(read + written). Every row is one JSON line.
+
+Contenders: ours; torch.topk; torch.topk and the ids sorted, which is what ours gives (for scores
+[H, n, Tq] both along dim 1). `--sweep` adds the other ways to spread a row over threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+import sparse_atten
+from sparse_atten.topk import block_topk, plan
+from sparse_atten.topk.reference import check_request, largest_blocks
+
+ROTATED_BYTES = 512 << 20  # inputs of one graph together, several times the L2 cache
+SWEEP = (
+    (4, 16),
+    (4, 32),
+    (8, 8),
+    (8, 16),
+    (8, 32),
+    (16, 16),
+    (16, 32),
+    (32, 8),
+    (32, 24),
+    (32, 32),
+)
+
+
+class Case(NamedTuple):
+    """A shape of scores, the axis of the blocks, k, and whether rows have causal bounds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    k: int
+    causal: bool = False
+
+
+CASES = (
+    Case("rows-131072x256-k16", (131072, 256), -1, 16),
+    Case("rows-131072x1024-k16", (131072, 1024), -1, 16),
+    Case("rows-32768x64-k16", (32768, 64), -1, 16),
+    Case("rows-28800x720-k72", (28800, 720), -1, 72),
+    Case("msa-4x256x32768-k16", (4, 256, 32768), 1, 16),
+    Case("msa-4x256x32768-k16-causal-local", (4, 256, 32768), 1, 16, causal=True),
+    Case("msa-4x1024x16384-k16", (4, 1024, 16384), 1, 16),
+    Case("long-2048x8192-k16", (2048, 8192), -1, 16),
+    Case("long-1x1048576-k512", (1, 1 << 20), -1, 512),
+    Case("msa-4x8192x2048-k16", (4, 8192, 2048), 1, 16),
+)
+
+
+def main() -> None:
+    """Measure all shapes and print a row for each contender."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="part of the names of the shapes to run")
+    parser.add_argument("--sweep", action="store_true", help="try other configs of short rows")
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    bandwidth = copy_bandwidth()
+    common = {
+        "command": "python " + " ".join(sys.argv),
+        "git": git_revision(),
+        "sparse_atten": sparse_atten.__version__,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "seed": arguments.seed,
+        "copy_bandwidth": bandwidth,
+    }
+    cases = [case for case in CASES if arguments.only in case.name]
+    for case in tqdm(cases, desc="shapes", file=sys.stderr):
+        for row in measure_case(case, arguments.samples, sweep=arguments.sweep):
+            floor_us = 1e6 * row["score_bytes"] / bandwidth
+            ratio = row["graph_us"][0] / floor_us
+            print(json.dumps({**common, **row, "floor_us": floor_us, "of_floor": ratio}))
+            sys.stdout.flush()
+
+
+def measure_case(case: Case, samples: int, *, sweep: bool) -> list[dict]:
+    """Check and time one shape."""
+    count = max(2, -(-ROTATED_BYTES // (4 * torch.Size(case.shape).numel())))
+    inputs = [torch.randn(case.shape, device="cuda") for _ in range(count)]
+    options = causal_options(case)
+    check(case, inputs[0], options)
+    contenders: dict[str, Callable] = {
+        "ours": lambda x: block_topk(x, case.k, dim=case.dim, **options)
+    }
+    if not case.causal:
+        contenders["torch.topk"] = lambda x: x.topk(case.k, dim=case.dim)
+        contenders["torch.topk+sort"] = lambda x: x.topk(case.k, dim=case.dim)[1].sort(case.dim)
+    graphs = {name: capture(call, inputs) for name, call in contenders.items()}
+    if sweep and case.shape[case.dim] <= 1024:
+        graphs |= sweep_graphs(case, inputs, options)
+    times = interleaved({name: graph.replay for name, graph in graphs.items()}, samples)
+    eager = interleaved(
+        {name: lambda call=call: [call(x) for x in inputs] for name, call in contenders.items()},
+        samples,
+    )
+    rows = []
+    for name in graphs:
+        row = {
+            "case": case.name,
+            "backend": name,
+            "samples": samples,
+            "inputs": count,
+            "score_bytes": inputs[0].nbytes,
+            "graph_us": [t / count for t in times[name]],
+            "ratio_to_topk": None if case.causal else times["torch.topk"][0] / times[name][0],
+        }
+        if name in contenders:
+            row["eager_us"] = [t / count for t in eager[name]]
+            row["host_us"] = host_time(lambda call=contenders[name]: call(inputs[0]))
+            row["replay_host_us"] = host_time(capture(contenders[name], inputs[:1]).replay)
+        rows.append(row)
+    return rows
+
+
+def causal_options(case: Case) -> dict:
+    """Bounds and local blocks of queries that are spread evenly over the keys."""
+    if not case.causal:
+        return {}
+    num_blocks, queries = case.shape[1:]
+    local = (torch.arange(queries, device="cuda") * num_blocks // queries).int()
+    return {"valid_counts": local + 1, "local_blocks": local, "first_blocks": 1}
+
+
+def check(case: Case, scores: torch.Tensor, options: dict) -> None:
+    """Compare with the reference, run by torch on the same device."""
+    defaults = {"valid_counts": None, "local_blocks": None, "first_blocks": 0, "last_blocks": 0}
+    filled = {**defaults, **options}
+    request = check_request(scores, case.k, dim=case.dim, regions=None, keep_spans=(), **filled)
+    wanted = largest_blocks(scores, request, **filled)
+    result = block_topk(scores, case.k, dim=case.dim, **options)
+    if not all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True)):
+        raise SystemExit(f"{case.name}: the result is not that of the reference")
+
+
+def sweep_graphs(case: Case, inputs: list, options: dict) -> dict[str, torch.cuda.CUDAGraph]:
+    """Graphs of ours with each short config that takes the rows."""
+    shipped, graphs = plan.CONFIGS, {}
+    columns = int(case.dim == 1)
+    for group, items in SWEEP:
+        if group * items < case.shape[case.dim]:
+            continue
+        plan.CONFIGS = (plan.Config(columns, 0, group, items), *shipped)
+        plan.make_plan.cache_clear()
+        graphs[f"ours-{group}x{items}"] = capture(
+            lambda x: block_topk(x, case.k, dim=case.dim, **options), inputs
+        )
+    plan.CONFIGS = shipped
+    plan.make_plan.cache_clear()
+    return graphs
+
+
+def capture(call: Callable, inputs: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
+    """Return a graph that calls once for each input."""
+    for _ in range(2):
+        call(inputs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x in inputs:
+            call(x)
+    return graph
+
+
+def interleaved(calls: dict[str, Callable], samples: int) -> dict[str, list[float]]:
+    """Time calls in turn by CUDA events; microseconds as [median, p20, p80]."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for sample in range(samples + 2):
+        for name, call in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            if sample >= 2:
+                taken[name].append(1e3 * start.elapsed_time(stop))
+    quantiles = torch.tensor([0.5, 0.2, 0.8])
+    return {name: torch.tensor(t).quantile(quantiles).tolist() for name, t in taken.items()}
+
+
+def host_time(call: Callable, batch: int = 50, batches: int = 20) -> float:
+    """Median time to issue one call, microseconds; few enough at once to never fill the queue."""
+    taken = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        taken.append((time.perf_counter() - start) / batch)
+    return 1e6 * sorted(taken)[batches // 2]
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a device copy of 2 GiB."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = interleaved({"copy": lambda: target.copy_(source)}, 10)
+    return 2 * source.nbytes / (1e-6 * times["copy"][0])
+
+
+def git_revision() -> str:
+    """Name the commit, with a mark if the tree differs from it; "unknown" outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
