@@ -9,11 +9,13 @@ list, in a slot of its own, so that no two items write to the same place.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparse_atten.csr.reference import EMPTY, K2QCSR, describe, expect_int
+from sparse_atten.csr.reference import EMPTY, K2QCSR
+from sparse_atten.cute_kernels.common.arguments import expect_int
 
 MMA_ROWS = 128  # rows of a tile: query tokens times the heads of a group
 ITEMS_PER_SM = 8  # equal items for each SM, so that the last to finish adds at most 1/8
@@ -133,61 +135,47 @@ def work_capacity(*, num_kv_heads: int, num_rows: int, num_slots: int, target: i
     return num_kv_heads * ((num_slots + rows * (target - 1)) // target)
 
 
-def build_schedule(csr: K2QCSR, *, num_q_heads: int, num_sms: int) -> Schedule:
-    """Make the work items of a k2q CSR, and the partial slot of each of its entries.
+class Splitting(NamedTuple):
+    """How the rows of a CSR are split into items, from shapes alone."""
 
-    Parameters
-    ----------
-    csr : K2QCSR
-        What `build_k2q_csr` returned.
-    num_q_heads : int
-        Hq, a multiple of the CSR's Hkv.
-    num_sms : int
-        SMs that the items are spread over.
+    target: int  # most query tokens of an item
+    q_tok: int  # query tokens of a tile
+    capacity: int  # bound of the number of items
 
-    Returns
-    -------
-    Schedule
-        Every entry of the CSR lies in exactly one item.
+    @property
+    def heaviest(self) -> int:
+        """Most tiles of an item."""
+        return self.target // self.q_tok
 
-    Raises
-    ------
-    TypeError
-        An argument has the wrong class.
-    ValueError
-        `num_q_heads` is no multiple of Hkv, or a number is out of its range.
 
-    Notes
-    -----
-    An item's weight is its number of tiles, ``ceil(q_count / q_tok)``: what its time grows with.
-    The order is the same on every run and never decides a result, since slots are fixed.
-    Nothing is read on the host. Splitting hot rows and slots instead of float atomics are those of
-    MSA (arXiv 2606.13392), section 4.
-    """
-    if not isinstance(csr, K2QCSR):
-        raise TypeError(f"csr must be a K2QCSR, got {describe(csr)}")
-    num_kv_heads, num_rows = csr.row_ptr.shape[0], csr.row_coords.shape[0]
+def splitting_of(
+    shape: tuple[int, int, int], *, num_rows: int, num_q_heads: int, num_sms: int
+) -> Splitting:
+    """Decide how to split the rows of a table [Hkv, Tq, K]."""
+    num_kv_heads, num_queries, width = shape
     target = target_q_per_cta(
-        num_queries=csr.num_queries,
-        table_width=csr.table_width,
+        num_queries=num_queries,
+        table_width=width,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         num_sms=num_sms,
     )
     capacity = work_capacity(
-        num_kv_heads=num_kv_heads,
-        num_rows=num_rows,
-        num_slots=csr.num_queries * csr.table_width,
-        target=target,
+        num_kv_heads=num_kv_heads, num_rows=num_rows, num_slots=num_queries * width, target=target
     )
-    q_tok = _queries_per_tile(num_q_heads, num_kv_heads)
-    work_items, num_items = _split_rows(csr, target, q_tok, capacity)
+    return Splitting(target, _queries_per_tile(num_q_heads, num_kv_heads), capacity)
+
+
+def schedule_of(csr: K2QCSR, splitting: Splitting) -> Schedule:
+    """Make the schedule of a CSR; see `build_schedule`."""
+    work_items, num_items = _split_rows(csr, splitting)
     split_slot, split_counts = _number_partials(csr)
-    return Schedule(work_items, num_items, split_slot, split_counts, target)
+    return Schedule(work_items, num_items, split_slot, split_counts, splitting.target)
 
 
-def _split_rows(csr: K2QCSR, target: int, q_tok: int, capacity: int) -> tuple[Tensor, Tensor]:
+def _split_rows(csr: K2QCSR, splitting: Splitting) -> tuple[Tensor, Tensor]:
     """Items [capacity, 6], heaviest first, and their number [1]."""
+    target, q_tok, capacity = splitting
     num_rows = csr.row_coords.shape[0]
     lengths = csr.row_ptr.diff(dim=1).flatten().to(torch.int64)
     items = (lengths + target - 1) // target

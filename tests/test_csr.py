@@ -329,7 +329,7 @@ REFUSED = [
     (
         {"cu_seqlens_q": int32([0, 4]).to("meta")},
         ValueError,
-        r"cu_seqlens_q must be on q2k_indices' device cpu, got int32 \[2\] on meta",
+        r"cu_seqlens_q must be on q2k_indices's device cpu, got int32 \[2\] on meta",
     ),
     (
         {"cu_seqlens_k": int32([0, 1, 2])},
