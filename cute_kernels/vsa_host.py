@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
+import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
