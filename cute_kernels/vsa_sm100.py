@@ -458,6 +458,7 @@ class VsaForwardSm100(PersistentKernel):
         marked = ptx.float_bits(alpha) | (stream.word & LAST)
         ptx.smem_store(*self.stat_address(env, "alpha", tile), marked)
         self.arrive(env, "alpha_full", tile)
+        self.keep_order(env, tile, stream)
 
         sums = (total * alpha, Float32(0.0))
         for start in range_constexpr(0, TILE, 32):
@@ -468,8 +469,13 @@ class VsaForwardSm100(PersistentKernel):
             ptx.tmem_store(lanes, SCHEDULE.tmem_column(f"P{tile}") + start // 2, words)
             if const_expr(start + 32 == KEYS_IN_HEAD):
                 self.publish_p(env, "p_head_full", tile)
+                self.keep_order(env, tile, stream)
         self.publish_p(env, "p_tail_full", tile)
         return m_log2, sums[0] + sums[1]
+
+    def keep_order(self, env: Env, tile: int, stream: Stream) -> None:
+        """Wait for what has passed already: the compiler moves no arrival behind later work."""
+        self.wait(env, "s_full", tile, stream.rounds & 1)
 
     def publish_p(self, env: Env, name: str, tile: int) -> None:
         """Signal that this thread's columns of P are in tensor memory."""
