@@ -10,6 +10,7 @@ import torch
 from device_cases import (
     CASES,
     CSR_TENSORS,
+    SCHEDULES,
     assert_same,
     emulated,
     int32,
@@ -20,7 +21,6 @@ from device_cases import (
     random_tables,
     tables_of,
 )
-from emulation import SCHEDULES
 
 from sparse_atten.csr import build_k2q_csr, preload, transpose_block_lists
 from sparse_atten.csr.build import csr_of
@@ -38,10 +38,9 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
 THREE_PASSES = "three_passes"
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
-@pytest.mark.parametrize("is_wide", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_kernels_fit(capability, is_wide):
-    resources = program(is_wide).compile(capability).resources
+def test_kernels_fit():
+    """On one target; the schedule's tests compile the same text for the others."""
+    resources = program(False).compile((9, 0)).resources
     assert set(resources) == set(SIGNATURES)
     for name, kernel in resources.items():
         assert kernel.spill_bytes == kernel.stack_bytes == 0, name

@@ -12,6 +12,7 @@ from device_cases import (
     CASES,
     CSR_TENSORS,
     SCHEDULE_TENSORS,
+    SCHEDULES,
     assert_same,
     emulated,
     int32,
@@ -21,7 +22,7 @@ from device_cases import (
     random_tables,
     tables_of,
 )
-from emulation import SCHEDULES, emulator
+from emulation import emulator
 
 from sparse_atten.csr import build_k2q_csr
 from sparse_atten.csr.build import csr_of
@@ -103,6 +104,7 @@ def test_emulated_schedule_of_random_tables(seed):
     check_alone(tables, splitting(tables, *SPLITS[(seed + 1) % 4]), SCHEDULES[(seed + 2) % 5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one_hot_block", "two_passes", "wild_ids"])
 def test_emulated_schedule_with_wide_slots(name):
     tables = tables_of(name)
