@@ -5,7 +5,7 @@ best backend for the device. `sparse_atten.vsa`, `sparse_atten.msa` and `sparse_
 front ends that make selections; importing any of them needs no GPU, no driver and no compiler.
 """
 
-from sparse_atten.attention import check_selection, sparse_atten_func
+from sparse_atten.attention import check_selection, preload, sparse_atten_func
 from sparse_atten.contracts import BlockSelection, TokenSelection
 from sparse_atten.explanation import Explanation, explain
 from sparse_atten.preparation import PreparedSelection, prepare
@@ -17,6 +17,7 @@ __all__ = [
     "TokenSelection",
     "check_selection",
     "explain",
+    "preload",
     "prepare",
     "sparse_atten_func",
 ]

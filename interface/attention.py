@@ -19,7 +19,7 @@ from sparse_atten.contracts import (
     validate,
     validate_out,
 )
-from sparse_atten.dispatch import AUTO, choose
+from sparse_atten.dispatch import AUTO, choose, load
 from sparse_atten.preparation import PreparedSelection, selection_of
 from sparse_atten.reference import Result
 
@@ -223,6 +223,53 @@ def check_selection(
     """
     selection = selection_of(selection)
     check_values(selection, validate(q, k, v, selection, Options()))
+
+
+def preload(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection | PreparedSelection,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    lse_temperature: float | None = None,
+    backend: str = AUTO,
+) -> str:
+    """Compile or load what a call with the same arguments needs, without running it.
+
+    A kernel's first use compiles it, which takes seconds, or loads it from the disk cache. That
+    cannot happen while a CUDA graph is captured: preload before. Kernels depend on dtypes and
+    options, not on shapes, so that tensors of any size serve.
+
+    Parameters
+    ----------
+    q, k, v, selection, causal, softmax_scale, return_lse, lse_temperature, backend
+        As for `sparse_atten_func`.
+
+    Returns
+    -------
+    str
+        The backend that is ready; "reference" needs no preparation.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `sparse_atten_func`.
+    """
+    selection = selection_of(selection)
+    options = options_of(
+        q,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        lse_temperature=lse_temperature,
+        return_lse=return_lse,
+    )
+    chosen = choose(check(q, k, v, selection, options), backend).backend
+    if chosen.preload is not None:
+        load(chosen.preload)(q, selection, options)
+    return chosen.name
 
 
 def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from sparse_atten.cute_kernels.common.arguments import (
     expect_positive,
     expect_table,
 )
+from sparse_atten.cute_kernels.common.target import Target, target_of
 
 Layout = Literal["bhsd", "bshd"]
 KVLayout = Literal["hnd", "nhd"]
@@ -173,7 +174,9 @@ class Problem:
     table_width: int
     causal: bool
     paged: bool
+    lse_temperature: bool
     needs_grad: bool
+    target: Target | None  # of the device; None where it is no GPU
 
     @property
     def group_size(self) -> int:
@@ -325,7 +328,9 @@ def _validate_blocks(
         table_width=selection.q2k_indices.shape[3],
         causal=options.causal,
         paged=False,
+        lse_temperature=options.lse_temperature is not None,
         needs_grad=records_grad(q, k, v),
+        target=target_of(q.device),
     )
 
 
@@ -391,7 +396,9 @@ def _validate_tokens(
         table_width=selection.q2k_indices.shape[2],
         causal=options.causal,
         paged=paged,
+        lse_temperature=options.lse_temperature is not None,
         needs_grad=records_grad(q, k, v),
+        target=target_of(q.device),
     )
 
 

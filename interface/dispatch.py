@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
 from sparse_atten.contracts import DTYPES, Problem
-from sparse_atten.cute_kernels.common.target import device_capability
 
 AUTO = "auto"
 
@@ -18,8 +19,12 @@ AUTO = "auto"
 class Backend:
     """What an implementation is capable of; None means any.
 
-    `entry` names "module:function", imported when the backend first runs. The function takes
-    ``(q, k, v, selection, options, *, out, max_workspace_bytes)`` and returns a `Result`.
+    `entry`, `preload` and `report` name "module:function", imported when first used:
+
+    - ``entry(q, k, v, selection, options, *, out, max_workspace_bytes)`` runs a validated call and
+      returns a `Result`;
+    - ``preload(q, selection, options)`` compiles and loads what such a call needs;
+    - ``report(q, k, v, selection, problem)`` returns lines for `explain`, by title.
     """
 
     name: str
@@ -32,10 +37,16 @@ class Backend:
     capabilities: tuple[tuple[int, int], ...] | None = None
     causal: tuple[bool, ...] = (False, True)
     paged: tuple[bool, ...] = (False, True)
+    lse_temperature: tuple[bool, ...] = (False, True)
     differentiable: bool = False
+    needs_workspace: bool = True
+    package: str | None = None  # an importable package that must be installed
+    preload: str | None = None
+    report: str | None = None
 
     def refusals(self, problem: Problem) -> list[str]:
         """Say everything about the problem that this backend lacks, with what it supports."""
+        capability = None if problem.target is None else problem.target.capability
         asked = (
             ("selection granularity", problem.granularity, self.granularities),
             ("dtype", problem.dtype, self.dtypes),
@@ -43,9 +54,10 @@ class Backend:
             ("head dim of v", problem.value_dim, self.head_dims),
             ("block size", problem.block_size, self.block_sizes),
             ("query heads per KV head", problem.group_size, self.group_sizes),
-            ("device capability", device_capability(problem.device), self.capabilities),
+            ("device capability", capability, self.capabilities),
             ("causal", problem.causal, self.causal),
             ("paged KV", problem.paged, self.paged),
+            ("lse_temperature", problem.lse_temperature, self.lse_temperature),
         )
         found = [
             f"{what} {got} (supported: {', '.join(map(str, supported))})"
@@ -54,12 +66,24 @@ class Backend:
         ]
         if problem.needs_grad and not self.differentiable:
             found.append("gradients (forward only)")
+        if not found and self.package is not None and not _is_installed(self.package):
+            found.append(f"the package {self.package}, which is not installed")
         return found
 
     def load(self) -> Callable:
         """Import the implementation."""
-        module, function = self.entry.split(":")
-        return getattr(import_module(module), function)
+        return load(self.entry)
+
+
+def load(name: str) -> Callable:
+    """Import "module:function"."""
+    module, function = name.split(":")
+    return getattr(import_module(module), function)
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 @dataclass(frozen=True)
@@ -72,6 +96,22 @@ class Choice:
 
 # In order of preference for backend="auto".
 BACKENDS = (
+    Backend(
+        name="sm100",
+        entry="sparse_atten.sm100:attention",
+        granularities=("block",),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=(128,),
+        block_sizes=(128,),
+        capabilities=((10, 0), (10, 3)),
+        causal=(False,),
+        paged=(False,),
+        lse_temperature=(False,),
+        needs_workspace=False,
+        package="cutlass",
+        preload="sparse_atten.sm100:preload",
+        report="sparse_atten.sm100:report",
+    ),
     Backend(
         name="reference",
         entry="sparse_atten.reference:reference_attention",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_atten.attention import check
 from sparse_atten.contracts import BlockSelection, Problem, Selection, options_of
 from sparse_atten.cute_kernels.common.target import PRODUCTS, Product, product_of
-from sparse_atten.dispatch import AUTO, choose
+from sparse_atten.dispatch import AUTO, choose, load
 from sparse_atten.preparation import PreparedSelection, selection_of
 from sparse_atten.reference import workspace_bytes
 from sparse_atten.rows import rows_of
@@ -61,6 +61,8 @@ class Explanation:
         Every tensor once; and K and V as often as tiles read them.
     workspace_bytes : int
         Bound on temporary memory.
+    kernel : dict of str to str
+        What the backend says of its kernel, by title: work items, resources.
     roofline : Roofline or None
         None for a device without known figures, and for tensors that are not bf16 or fp16.
     """
@@ -77,6 +79,7 @@ class Explanation:
     gathered_bytes: int
     workspace_bytes: int
     roofline: Roofline | None
+    kernel: dict[str, str] = field(default_factory=dict)
 
     @property
     def density(self) -> float:
@@ -103,6 +106,7 @@ class Explanation:
             f"memory           {self.memory_bytes:,} bytes once, {self.gathered_bytes:,} gathered",
             f"workspace        at most {self.workspace_bytes:,} bytes",
         ]
+        lines += [f"{title:<17}{text}" for title, text in self.kernel.items()]
         if self.roofline is None:
             lines.append("roofline         no figures: 16-bit tensors, and a known GPU or a target")
         else:
@@ -137,7 +141,8 @@ def explain(
 max_workspace_bytes
         As for `sparse_atten_func`.
     target : str, optional
-        Product for the roofline ("H200", "B200", "B300"); None takes the device of q.
+        Explain the call as if q were on this product: "H200", "B200" or "B300". None takes the
+        device of q.
 
     Returns
     -------
@@ -163,7 +168,10 @@ max_workspace_bytes
         return_lse=return_lse,
     )
     problem = check(q, k, v, selection, options)
+    if target is not None:
+        problem = replace(problem, target=PRODUCTS[target].target)
     choice = choose(problem, backend)
+    report = None if choice.backend.report is None else load(choice.backend.report)
     tiles, pairs = _count(q, k, v, selection, causal)
     row_height = problem.block_size if problem.granularity == "block" else problem.group_size
     tile_pairs = tiles * row_height * problem.block_size
@@ -188,7 +196,10 @@ max_workspace_bytes
         tile_flops=tile_pairs * flops_per_pair,
         memory_bytes=memory_bytes,
         gathered_bytes=gathered * q.element_size(),
-        workspace_bytes=workspace_bytes(q, max_workspace_bytes),
+        workspace_bytes=workspace_bytes(q, max_workspace_bytes)
+        if choice.backend.needs_workspace
+        else 0,
+        kernel=report(q, k, v, selection, problem) if report else {},
         roofline=None
         if figures is None
         else _roofline(figures, tile_pairs * flops_per_pair, memory_bytes, table_bytes),

@@ -29,7 +29,7 @@ import sparse_atten
 from sparse_atten import TokenSelection, prepare
 from sparse_atten.csr import build_k2q_csr, row_bound
 from sparse_atten.csr.reference import k2q_csr_of, key_lengths
-from sparse_atten.cute_kernels.common.target import target_of
+from sparse_atten.cute_kernels.common.target import product_of
 from sparse_atten.scheduler import build_csr_and_schedule, build_schedule
 from sparse_atten.scheduler.reference import schedule_of, splitting_of
 
@@ -152,8 +152,10 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> dict[str, object]
     peak = torch.cuda.max_memory_allocated() - before
     kept = torch.cuda.memory_allocated() - before
     del outputs
-    target = target_of(tables[0].device)
-    floor = None if target is None else 1e6 * (4 * 4 * slots + 8 * case.num_rows) / target.bandwidth
+    product = product_of(tables[0].device)
+    floor = (
+        None if product is None else 1e6 * (4 * 4 * slots + 8 * case.num_rows) / product.bandwidth
+    )
     return {
         "case": f"csr-{case.name}",
         "command": "python " + " ".join(sys.argv),

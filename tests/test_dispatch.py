@@ -27,6 +27,7 @@ KERNEL = Backend(
     causal=(False,),
     paged=(False,),
 )
+REFERENCE = dispatch_module.BACKENDS[-1]
 CALLS = []
 
 
@@ -38,7 +39,7 @@ def run_kernel(*arguments, **options):
 @pytest.fixture
 def kernel(monkeypatch):
     CALLS.clear()
-    monkeypatch.setattr(dispatch_module, "BACKENDS", (KERNEL, *dispatch_module.BACKENDS))
+    monkeypatch.setattr(dispatch_module, "BACKENDS", (KERNEL, REFERENCE))
 
 
 def _capable():
@@ -112,7 +113,7 @@ def test_the_device_decides(kernel, monkeypatch):
     elsewhere = Backend(
         "elsewhere", "nowhere:nothing", ("block",), KERNEL.dtypes, capabilities=((10, 0), (10, 3))
     )
-    monkeypatch.setattr(dispatch_module, "BACKENDS", (elsewhere, *dispatch_module.BACKENDS))
+    monkeypatch.setattr(dispatch_module, "BACKENDS", (elsewhere, KERNEL, REFERENCE))
     found = explain(*_capable())
     assert found.backend == "kernel"
     assert found.passed_over["elsewhere"] == [
@@ -123,5 +124,7 @@ def test_the_device_decides(kernel, monkeypatch):
 def test_unknown_names_are_listed():
     (q, k, v), selection, _ = BLOCK["random-counts"].build()
     problem = validate(q, k, v, selection, Options())
-    with pytest.raises(ValueError, match="backend must be one of 'auto', 'reference', got 'sm999'"):
+    with pytest.raises(
+        ValueError, match="backend must be one of 'auto', 'sm100', 'reference', got 'sm999'"
+    ):
         choose(problem, "sm999")

@@ -24,6 +24,12 @@ class Target:
     num_sms: int = 148
 
     @property
+    def capability(self) -> tuple[int, int]:
+        """CUDA compute capability."""
+        digits = self.arch.removeprefix("sm_").rstrip("a")
+        return int(digits[:-1]), int(digits[-1])
+
+    @property
     def smem_limit(self) -> int:
         """Dynamic shared memory that a CTA can have, bytes (227 KiB on sm_90 to sm_103)."""
         return 227 * 1024
@@ -68,10 +74,7 @@ PRODUCTS = {product.name: product for product in (H200, B200, B300)}
 def device_capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a CUDA device; None for any other device."""
     target = target_of(device)
-    if target is None:
-        return None
-    digits = target.arch.removeprefix("sm_").rstrip("a")
-    return int(digits[:-1]), int(digits[-1])
+    return None if target is None else target.capability
 
 
 def target_of(device: torch.device) -> Target | None:

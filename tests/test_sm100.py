@@ -1,0 +1,148 @@
+"""The backend "sm100": chosen on Blackwell, and from a video to its output through the emulator."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import emulation
+import pytest
+import torch
+from cases import BlockCase
+from compare import assert_matches_definition
+
+from sparse_atten import contracts, explain, preload, sm100, sparse_atten_func
+from sparse_atten.cute_kernels.common.target import Target
+from sparse_atten.reference import Result
+from sparse_atten.vsa import VideoLayout, video_sparse_attention
+
+CASE = BlockCase(
+    "sm100",
+    heads=(4, 2),
+    lengths=(300, 500),
+    head_dims=(128, 128),
+    block=128,
+    kv_sizes="vector",
+    pad_queries=True,
+    layout="bshd",
+    dtype=torch.bfloat16,
+)
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    """CPU tensors count as those of a B200, and launches go to the emulator."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
+    target = Target("sm_100a", 4)
+    for module in (contracts, sm100):
+        monkeypatch.setattr(module, "target_of", lambda _: target)
+    monkeypatch.setattr(sm100, "load_kernel", lambda *_: None)
+    launches = []
+
+    def launch(_, module, config, target, arguments):
+        plan = module.launch_plan(config, target, arguments)
+        compiled = module.compile_offline(config, target)
+        launches.append(emulation.run(compiled.ptx, plan, seed=len(launches)))
+
+    monkeypatch.setattr(sm100, "launch", launch)
+    return launches
+
+
+def test_a_call_runs_on_the_kernel_and_matches_the_definition(blackwell):
+    inputs, selection, options = CASE.build()
+    out, lse = sparse_atten_func(*inputs, selection, return_lse=True)
+    assert len(blackwell) == 1
+    assert_matches_definition(Result(out, lse, None), inputs, selection, options)
+
+
+def test_out_is_written_through_its_strides(blackwell):
+    (q, k, v), selection, options = CASE.build()
+    buffer = torch.full((*q.shape[:3], 256), 7.0, dtype=q.dtype)
+    out = sparse_atten_func(q, k, v, selection, out=buffer[..., :128], backend="sm100")
+    assert out.data_ptr() == buffer.data_ptr()
+    lse = sparse_atten_func(q, k, v, selection, return_lse=True)[1]
+    assert_matches_definition(Result(out, lse, None), (q, k, v), selection, options)
+    assert (buffer[..., 128:] == 7).all()
+
+
+def test_a_video_goes_from_pixels_order_to_its_output(blackwell):
+    layout = VideoLayout.from_segments([20, (5, 6, 9)], tile=(4, 4, 8))
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 1, layout.num_tokens, 128, generator=make).bfloat16() for _ in range(3)
+    )
+    gate = torch.rand(1, 1, layout.num_tokens, 1, generator=make).bfloat16()
+    arguments = {"sparsity": 0.5, "gate": gate}
+    got = video_sparse_attention(q, k, v, layout, backend="sm100", **arguments)
+    assert len(blackwell) == 1
+    exact = video_sparse_attention(
+        q.double(), k.double(), v.double(), layout, backend="reference", sparsity=0.5, gate=gate
+    )
+    rounded = video_sparse_attention(q, k, v, layout, backend="reference", **arguments)
+    budget = 2 * (rounded.double() - exact).abs().max() + 1e-5
+    assert (got.double() - exact).abs().max() <= 2 * budget  # P is rounded to bfloat16 as well
+
+
+def test_empty_tensors_make_no_descriptor(blackwell):
+    for lengths in ((0, 256), (256, 0)):
+        case = replace(CASE, lengths=lengths, counts="zero", kv_sizes="full", pad_queries=False)
+        (q, k, v), selection, _ = case.build()
+        out, lse = sparse_atten_func(q, k, v, selection, return_lse=True, backend="sm100")
+        assert out.shape == q.shape
+        assert (out == 0).all()
+        assert (lse == float("-inf")).all()
+    assert not blackwell
+
+
+def test_explain_reports_the_kernel_for_a_named_product():
+    (q, k, v), selection, _ = CASE.build()
+    found = explain(q, k, v, selection, target="B200")
+    assert found.backend == "sm100"
+    assert found.workspace_bytes == 0
+    assert found.kernel["work items"] == "8 pairs of Q blocks, 0.05 waves of 148 SMs"
+    assert set(found.kernel) == {"work items", "rounds per pair", "shared memory", "registers"}
+    most = int(re.search(r"(\d+) most", found.kernel["rounds per pair"]).group(1))
+    assert 0 < most <= 6
+    assert "rounds per pair" in str(found)
+    assert explain(q, k, v, selection).backend == "reference"
+    hopper = explain(q, k, v, selection, target="H200")
+    assert hopper.backend == "reference"
+    assert hopper.passed_over["sm100"] == ["device capability (9, 0) (supported: (10, 0), (10, 3))"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({"dtype": torch.float32}, {}, "dtype torch.float32"),
+        ({"head_dims": (64, 64)}, {}, "head dim of q and k 64 (supported: 128)"),
+        ({"block": 64}, {}, "block size 64 (supported: 128)"),
+        ({}, {"causal": True}, "causal True (supported: False)"),
+        ({}, {"lse_temperature": 0.5}, "lse_temperature True (supported: False)"),
+    ],
+)
+def test_what_the_kernel_lacks_is_refused_by_name(changes, options, reason):
+    (q, k, v), selection, _ = replace(CASE, **changes).build()
+    with pytest.raises(NotImplementedError, match=re.escape(f"sm100: {reason}")):
+        explain(q, k, v, selection, target="B200", backend="sm100", **options)
+
+
+def test_without_a_blackwell_gpu_the_backend_is_refused():
+    (q, k, v), selection, _ = CASE.build()
+    message = re.escape("sm100: device capability None (supported: (10, 0), (10, 3))")
+    with pytest.raises(NotImplementedError, match=message):
+        sparse_atten_func(q, k, v, selection, backend="sm100")
+
+
+def test_preload_names_the_backend_that_is_ready(monkeypatch):
+    (q, k, v), selection, _ = CASE.build()
+    assert preload(q, k, v, selection) == "reference"
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    loaded = []
+    for module in (contracts, sm100):
+        monkeypatch.setattr(module, "target_of", lambda _: Target("sm_103a", 4))
+    monkeypatch.setattr(sm100, "load_kernel", lambda *key: loaded.append(key))
+    assert preload(q, k, v, selection, return_lse=True) == "sm100"
+    ((module, config, target),) = loaded
+    assert module == "sparse_atten.cute_kernels.vsa_sm100"
+    assert (config.dtype, config.return_lse, config.kv_sizes) == ("bf16", True, True)
+    assert target.arch == "sm_103a"
