@@ -1,4 +1,6 @@
-# make demo | make test | make lint; each installs into .venv on first use.
+# make demo | make test | make test-full | make lint; each installs into .venv on first use.
+# SPARSE_ATTEN_EMULATOR names a PTX emulator for the kernel tests, which skip without one;
+# test-full runs every kernel case under all its schedules, test a sample of them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,12 +9,15 @@ TYPED := $(VENV)/typed
 # Threads that spin while they wait slow each other down where there are more of them than cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-full lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/video_attention.py
 
 test: $(VENV)/installed
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+test-full: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/installed
