@@ -81,7 +81,7 @@ def packed(
     """Draw lists over the blocks of the longest sequence: many name no block of a shorter one."""
     blocks = max((-(-n // 128) for n in k_lengths), default=0)
     shape = (heads, sum(q_lengths) + padding, width)
-    ids = random_ids(generator, shape, low, blocks + spare_blocks)
+    ids = random_ids(generator, shape, low, max(blocks + spare_blocks, low + 1))
     if num_rows is None:
         num_rows = row_bound(len(k_lengths), total_k=sum(k_lengths))
     return Tables(ids, offsets(q_lengths), offsets(k_lengths), None, 128, num_rows)
