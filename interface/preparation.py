@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from sparse_atten.checks import check_values
 from sparse_atten.contracts import BlockSelection, Options, Selection, TokenSelection, validate
-from sparse_atten.csr import K2QCSR, build_k2q_csr, row_bound
+from sparse_atten.csr import K2QCSR, row_bound
 from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.cute_kernels.common.target import B200, target_of
-from sparse_atten.scheduler import Schedule, build_schedule
-from sparse_atten.sequences import sequences_of
+from sparse_atten.scheduler import Schedule, build_csr_and_schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,17 +78,20 @@ def prepare(
     if num_sms is None:
         num_sms = (target_of(problem.device) or B200.target).num_sms
 
-    block = selection.block_size
-    csr = build_k2q_csr(
+    block, pages = selection.block_size, selection.page_table
+    csr, schedule = build_csr_and_schedule(
         selection.q2k_indices,
         selection.cu_seqlens_q,
+        selection.cu_seqlens_k if pages is None else None,
+        num_q_heads=problem.num_q_heads,
+        num_sms=num_sms,
+        num_rows=row_bound(problem.batch, block, total_k=problem.num_keys)
+        if pages is None
+        else row_bound(problem.batch, block, max_seqlen_k=selection.max_seqlen_k),
         block_size=block,
-        seqused_k=sequences_of(selection, problem.num_keys).k_length.to(torch.int32),
-        num_rows=row_bound(problem.batch, block, max_seqlen_k=selection.max_seqlen_k)
-        if problem.paged
-        else row_bound(problem.batch, block, total_k=problem.num_keys),
+        seqused_k=selection.seqused_k,
+        key_capacity=problem.num_keys if pages is None else pages.shape[1] * block,
     )
-    schedule = build_schedule(csr, num_q_heads=problem.num_q_heads, num_sms=num_sms)
     return PreparedSelection(selection, csr, schedule)
 
 

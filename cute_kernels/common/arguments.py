@@ -58,19 +58,24 @@ def expect_table(
     like : (str, Tensor), optional
         Name and tensor whose device it must share.
     """
+    is_table = isinstance(table, Tensor) and table.dtype == torch.int32
+    if isinstance(table, Tensor) and is_table and _fits(table, dims, shape):
+        if like is not None and table.device != like[1].device:
+            raise ValueError(
+                f"{name} must be on {like[0]}'s device {like[1].device}, got {describe(table)}"
+            )
+        return
     wanted = f"int32 [{', '.join(dims)}]"
     if shape is not None:
         sizes = (dim if size is None else str(size) for dim, size in zip(dims, shape, strict=True))
         wanted += f" = [{', '.join(sizes)}]"
-    if not isinstance(table, Tensor) or table.dtype != torch.int32:
-        raise TypeError(f"{name} must be {wanted}, got {describe(table)}")
-    fits = table.dim() == len(dims) and (
-        shape is None
-        or all(want in (None, got) for want, got in zip(shape, table.shape, strict=True))
+    error = ValueError if is_table else TypeError
+    raise error(f"{name} must be {wanted}, got {describe(table)}")
+
+
+def _fits(table: Tensor, dims: tuple[str, ...], shape: tuple[int | None, ...] | None) -> bool:
+    if table.dim() != len(dims):
+        return False
+    return shape is None or all(
+        want in (None, got) for want, got in zip(shape, table.shape, strict=True)
     )
-    if not fits:
-        raise ValueError(f"{name} must be {wanted}, got {describe(table)}")
-    if like is not None and table.device != like[1].device:
-        raise ValueError(
-            f"{name} must be on {like[0]}'s device {like[1].device}, got {describe(table)}"
-        )
