@@ -55,3 +55,8 @@ def logger() -> logging.Logger:
         log.addHandler(handler)
         log.setLevel(level.upper())
     return log
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Return this process's environment with some variables set, for a child process."""
+    return {**os.environ, **variables}

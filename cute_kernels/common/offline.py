@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import pickle
 import struct
 import subprocess
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparse_atten.cute_kernels.common.env import child_environment
 from sparse_atten.cute_kernels.common.target import Target
 
 _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info
@@ -57,13 +57,12 @@ def compile_offline(module: str, config: Any, target: Target) -> Compiled:
     """
     with tempfile.TemporaryDirectory(prefix="sparse_atten_") as folder:
         result = Path(folder) / "compiled.pickle"
-        environment = {
-            **os.environ,
-            "CUTE_DSL_ARCH": target.arch,
-            "CUTE_DSL_KEEP": "ir",
-            "CUTE_DSL_DUMP_DIR": folder,
-            "CUTE_DSL_DISABLE_FILE_CACHING": "1",
-        }
+        environment = child_environment(
+            CUTE_DSL_ARCH=target.arch,
+            CUTE_DSL_KEEP="ir",
+            CUTE_DSL_DUMP_DIR=folder,
+            CUTE_DSL_DISABLE_FILE_CACHING="1",
+        )
         child = subprocess.run(
             [sys.executable, "-m", __name__, str(result)],
             input=pickle.dumps((module, config, target.arch)),
