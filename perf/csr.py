@@ -92,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", default=[""], help="parts of names, as 4x8192")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--revision", default=git_revision(), help="the commit, outside a checkout")
     return parser.parse_args()
 
 
@@ -159,7 +160,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> dict[str, object]
     return {
         "case": f"csr-{case.name}",
         "command": "python " + " ".join(sys.argv),
-        "git": git_revision(),
+        "git": arguments.revision,
         "sparse_atten": sparse_atten.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--revision", default=git_revision(), help="the commit, outside a checkout")
     parser.add_argument("--only", default="", help="part of the names of the shapes to run")
     parser.add_argument("--sweep", action="store_true", help="try other configs of short rows")
     arguments = parser.parse_args()
@@ -82,7 +83,7 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     common = {
         "command": "python " + " ".join(sys.argv),
-        "git": git_revision(),
+        "git": arguments.revision,
         "sparse_atten": sparse_atten.__version__,
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),

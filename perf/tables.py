@@ -1,0 +1,73 @@
+"""Render the README's performance tables from the rows under perf/results.
+
+Usage: python perf/tables.py          rewrites the tables between their markers in README.md
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "perf" / "results"
+
+
+def main() -> None:
+    """Rewrite the README."""
+    path = ROOT / "README.md"
+    path.write_text(render(path.read_text()))
+
+
+def render(text: str) -> str:
+    """Replace what stands between the markers of each table."""
+    for name, table in (("topk", topk_table()), ("csr", csr_table())):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+        before, rest = text.split(begin)
+        text = before + begin + "\n".join(table) + "\n" + end + rest.split(end)[1]
+    return text
+
+
+def topk_table() -> list[str]:
+    """One line for each shape: ours, torch.topk with sorted ids, the read floor."""
+    rows: dict[str, dict[str, dict]] = {}
+    for row in _read("topk.jsonl"):
+        rows.setdefault(row["case"], {})[row["backend"]] = row
+    lines = [
+        "| shape | `block_topk` | `torch.topk` | + sorted ids | faster than `torch.topk` | read floor |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, found in rows.items():
+        if "torch.topk" not in found:
+            continue
+        ours, plain, ordered = (
+            found[name]["graph_us"][0] for name in ("ours", "torch.topk", "torch.topk+sort")
+        )
+        floor = found["ours"]["floor_us"]
+        lines.append(
+            f"| {case} | {ours:.1f} us | {plain:,.0f} us | {ordered:,.0f} us "
+            f"| {plain / ours:.1f}x | {floor:.1f} us |"
+        )
+    return lines
+
+
+def csr_table() -> list[str]:
+    """One line for each shape: CSR and schedule together, and the torch reference on the GPU."""
+    lines = [
+        "| heads x queries x K, batch x keys | CSR + schedule | torch reference | workspace |",
+        "|---|---|---|---|",
+    ]
+    for row in _read("csr.jsonl"):
+        ours, reference = (row[name]["device_us"][0] for name in ("fused", "torch_reference"))
+        lines.append(
+            f"| {row['case'].removeprefix('csr-')} | {ours:,.1f} us | {reference:,.0f} us "
+            f"| {row['workspace_bytes'] / 2**20:,.1f} MiB |"
+        )
+    return lines
+
+
+def _read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
