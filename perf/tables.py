@@ -33,7 +33,7 @@ def topk_table() -> list[str]:
     for row in _read("topk.jsonl"):
         rows.setdefault(row["case"], {})[row["backend"]] = row
     lines = [
-        "| shape | `block_topk` | `torch.topk` | + sorted ids | faster than `torch.topk` | read floor |",
+        "| shape | `block_topk` | `torch.topk` | + sorted ids | ratio to `topk` | read floor |",
         "|---|---|---|---|---|---|",
     ]
     for case, found in rows.items():
