@@ -9,7 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import emulation
@@ -384,6 +387,19 @@ def test_compiled_kernel_fits(name: str):
     assert result.registers * vsa_sm100.SCHEDULE.threads <= 65536
     assert vsa_sm100.SCHEDULE.smem_bytes <= 232_448
     assert ".local" not in result.ptx
+
+
+def test_sass_has_no_local_memory(tmp_path: Path):
+    """Spills that ptxas made without a frame would show here; also that the text is all there."""
+    tools = [t for f in sys.path for t in Path(f).glob("nvidia/*/bin/nvdisasm")]
+    if not tools:
+        pytest.skip("needs nvidia-cuda-nvdisasm")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled("full").cubin)
+    text = subprocess.run([tools[0], "-c", cubin], check=True, capture_output=True).stdout.decode()
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", text)
+    assert opcodes.count("UTCHMMA") >= 2 * (16 + 8)
+    assert not {"STL", "LDL"} & set(opcodes)
 
 
 def test_plan_has_the_parameters_of_the_kernel():
