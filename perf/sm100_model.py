@@ -430,7 +430,8 @@ def sass_row(name: str, cubin: bytes, tool: Path) -> dict[str, Any]:
     """Describe the softmax loop: the smallest one that holds a row's exponentials.
 
     A branch over stores to tensor memory that come before the scores are loaded is the mask of a
-    partial block; its instructions are counted apart.
+    partial block; its instructions are counted apart. Registers are the highest number in the code
+    from one setmaxnreg to the next, as roles lie; waits that follow the last exit are left out.
     """
     code, labels = sass(cubin, tool)
     opcodes = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0] for text in code]
@@ -449,6 +450,12 @@ def sass_row(name: str, cubin: bytes, tool: Path) -> dict[str, Any]:
     stored = any(op.startswith("STTM") for op in opcodes[body[0] : read])
     mask = max(masks, default=0) if stored else 0
     length = body[1] - body[0]
+    end = max(i for i, op in enumerate(opcodes) if op == "EXIT")
+    cuts = [i for i, op in enumerate(opcodes) if op.startswith("USETMAXREG")]
+    registers = [
+        1 + max(int(n) for text in code[a:b] for n in re.findall(r"\bR(\d+)\b", text))
+        for a, b in zip(cuts, [*cuts[1:], end], strict=True)
+    ]
     histogram = Counter(op.split(".")[0] for op in opcodes[slice(*body)])
     return {
         "case": f"sass {name}",
@@ -458,6 +465,7 @@ def sass_row(name: str, cubin: bytes, tool: Path) -> dict[str, Any]:
         "per_element_static": length / TILE,
         "local_memory_instructions": sum(op.startswith(("STL", "LDL")) for op in opcodes),
         "instructions": len(code),
+        "registers": registers,
         "classes": dict(histogram.most_common(12)),
     }
 
