@@ -453,7 +453,7 @@ def sass_row(name: str, cubin: bytes, tool: Path) -> dict[str, Any]:
     end = max(i for i, op in enumerate(opcodes) if op == "EXIT")
     cuts = [i for i, op in enumerate(opcodes) if op.startswith("USETMAXREG")]
     registers = [
-        1 + max(int(n) for text in code[a:b] for n in re.findall(r"\bR(\d+)\b", text))
+        1 + max((int(n) for n in re.findall(r"\bR(\d+)\b", "\n".join(code[a:b]))), default=-1)
         for a, b in zip(cuts, [*cuts[1:], end], strict=True)
     ]
     histogram = Counter(op.split(".")[0] for op in opcodes[slice(*body)])
