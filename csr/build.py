@@ -9,7 +9,6 @@ from sparse_atten.csr.device import (
     csr_on_device,
     launch_on,
     lists_on_device,
-    runs_kernels,
 )
 from sparse_atten.csr.reference import (
     INT32_MAX,
@@ -20,6 +19,7 @@ from sparse_atten.csr.reference import (
     transposed_lists_of,
 )
 from sparse_atten.cute_kernels.common.arguments import expect_int, expect_table
+from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
 
 
 def row_bound(

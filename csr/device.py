@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor
 
 from sparse_atten.csr.reference import INT32_MAX, K2QCSR
-from sparse_atten.cute_kernels.common.env import logger
-from sparse_atten.cute_kernels.common.nvrtc import OLDEST_CAPABILITY, Kernel, Program
-from sparse_atten.cute_kernels.common.target import device_capability
+from sparse_atten.cute_kernels.common.nvrtc import Kernel, Program
 
 Launch = Callable[..., None]
 
@@ -117,27 +114,6 @@ def preload(device: torch.device | str | int) -> None:
     For tables of less than 2^31 slots a head; larger ones need a call before the capture.
     """
     program(False).preload(device)
-
-
-def runs_kernels(table: Tensor) -> bool:
-    """Whether the kernels do a tensor's work: a plain CUDA tensor, not one being traced."""
-    return (
-        table.is_cuda
-        and type(table) is Tensor
-        and not torch.compiler.is_compiling()
-        and _can_run(table.device)
-    )
-
-
-@cache
-def _can_run(device: torch.device) -> bool:
-    capability = device_capability(device)
-    if capability is None or capability < OLDEST_CAPABILITY:
-        return False
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        logger().warning("selections are transposed by torch on %s: no cuda-python", device)
-        return False
-    return True
 
 
 @cache

@@ -7,9 +7,10 @@ from functools import lru_cache
 from torch import Tensor
 
 from sparse_atten.csr.build import check_tables, csr_of
-from sparse_atten.csr.device import Tables, runs_kernels
+from sparse_atten.csr.device import Tables
 from sparse_atten.csr.reference import INT32_MAX, K2QCSR
 from sparse_atten.cute_kernels.common.arguments import describe, expect_int
+from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
 from sparse_atten.scheduler.device import (
     csr_and_schedule_on_device,
     launch_on,

@@ -31,8 +31,8 @@ from sparse_atten.csr.device import (
     csr_on_device,
     lists_on_device,
     program,
-    runs_kernels,
 )
+from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
 THREE_PASSES = "three_passes"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from sparse_atten.cute_kernels.common.env import logger
-from sparse_atten.cute_kernels.common.nvrtc import OLDEST_CAPABILITY, Kernel
-from sparse_atten.cute_kernels.common.target import device_capability
+from sparse_atten.cute_kernels.common.nvrtc import Kernel, runs_kernels
 from sparse_atten.topk.plan import (
     CONFIGS,
     MAX_BLOCKS,
@@ -130,23 +127,7 @@ def preload(device: torch.device | str | int) -> None:
 
 
 def _has_kernels(scores: Tensor, request: Request) -> bool:
-    return (
-        scores.is_cuda
-        and not torch.compiler.is_compiling()
-        and _can_run(scores.device)
-        and scores.shape[request.dim] <= MAX_BLOCKS
-    )
-
-
-@cache
-def _can_run(device: torch.device) -> bool:
-    capability = device_capability(device)
-    if capability is None or capability < OLDEST_CAPABILITY:
-        return False
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        logger().warning("block_topk sorts with torch on %s: cuda-python is not installed", device)
-        return False
-    return True
+    return runs_kernels(scores) and scores.shape[request.dim] <= MAX_BLOCKS
 
 
 def _launch_kernels(

@@ -26,6 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_atten.cute_kernels.common.arguments import describe, expect_int
+
 EMPTY = -1  # the id of an unused slot
 MAX_K = 512
 
@@ -138,11 +140,11 @@ def _largest(keys: Tensor, start: int, stop: int, budget: int) -> Tensor:
 def _check_scores(scores: Tensor, dim: int) -> int:
     """Check the scores and return the axis of the blocks, counted from 0."""
     if not isinstance(scores, Tensor) or scores.dtype != torch.float32:
-        raise TypeError(f"scores must be a float32 Tensor, got {_describe(scores)}")
+        raise TypeError(f"scores must be a float32 Tensor, got {describe(scores)}")
     rank = scores.dim()
     if rank == 0:
-        raise ValueError(f"scores must have at least one dim, got {_describe(scores)}")
-    _check_int("dim", dim, -rank, rank - 1)
+        raise ValueError(f"scores must have at least one dim, got {describe(scores)}")
+    expect_int("dim", dim, -rank, rank - 1)
     return dim % rank
 
 
@@ -156,7 +158,7 @@ def _check_spans(
     if regions is None:
         if k is None:
             raise ValueError("exactly one of k and regions must be given, got neither")
-        _check_int("k", k, 1, MAX_K)
+        expect_int("k", k, 1, MAX_K)
         if keep_spans:
             raise ValueError(f"keep_spans must be empty without regions, got {keep_spans!r}")
         return [(0, num_blocks, k)]
@@ -165,7 +167,7 @@ def _check_spans(
     spans = []
     for i, region in enumerate(regions):
         start, stop = _check_span(f"regions[{i}]", region, "(start, stop, budget)", num_blocks)
-        _check_int(f"budget of regions[{i}]", region[2], 1, MAX_K)
+        expect_int(f"budget of regions[{i}]", region[2], 1, MAX_K)
         spans.append((start, stop, region[2]))
     for i, span in enumerate(keep_spans):
         start, stop = _check_span(f"keep_spans[{i}]", span, "(start, stop)", num_blocks)
@@ -182,16 +184,16 @@ def _check_span(name: str, span: tuple[int, ...], fields: str, num_blocks: int) 
     if not isinstance(span, (tuple, list)) or len(span) != fields.count(",") + 1:
         raise TypeError(f"{name} must be {fields}, got {span!r}")
     start, stop = span[:2]
-    _check_int(f"start of {name}", start, 0, num_blocks)
-    _check_int(f"stop of {name}", stop, start, num_blocks)
+    expect_int(f"start of {name}", start, 0, num_blocks)
+    expect_int(f"stop of {name}", stop, start, num_blocks)
     return start, stop
 
 
 def _check_forced(
     regions: object, local_blocks: Tensor | None, first_blocks: int, last_blocks: int
 ) -> None:
-    _check_int("first_blocks", first_blocks, 0, None)
-    _check_int("last_blocks", last_blocks, 0, None)
+    expect_int("first_blocks", first_blocks, 0, None)
+    expect_int("last_blocks", last_blocks, 0, None)
     if regions is not None and (local_blocks is not None or first_blocks or last_blocks):
         raise NotImplementedError(
             "regions with first_blocks, last_blocks or local_blocks are not supported; "
@@ -202,7 +204,7 @@ def _check_forced(
 def _check_per_row(name: str, tensor: Tensor, rows: torch.Size, device: torch.device) -> None:
     def refusal() -> str:
         wanted = f"int32, broadcastable to the rows {list(rows)}"
-        return f"{name} must be {wanted}, got {_describe(tensor)}"
+        return f"{name} must be {wanted}, got {describe(tensor)}"
 
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32:
         raise TypeError(refusal())
@@ -210,21 +212,4 @@ def _check_per_row(name: str, tensor: Tensor, rows: torch.Size, device: torch.de
     if tensor.dim() > len(rows) or any(size not in (1, row) for size, row in sizes):
         raise ValueError(refusal())
     if tensor.device != device:
-        raise ValueError(f"{name} must be on scores' device {device}, got {_describe(tensor)}")
-
-
-def _check_int(name: str, value: object, least: int, most: int | None) -> None:
-    # torch.SymInt is what a compiled graph with dynamic shapes passes.
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {_describe(value)}")
-    if value < least or (most is not None and value > most):
-        wanted = f"at least {least}" if most is None else f"in {least}..{most}"
-        raise ValueError(f"{name} must be {wanted}, got {value}")
-
-
-def _describe(value: object) -> str:
-    """Name what was passed, for an error message."""
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {list(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
+        raise ValueError(f"{name} must be on scores' device {device}, got {describe(tensor)}")

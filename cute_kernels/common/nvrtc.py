@@ -24,6 +24,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,32 @@ import torch
 
 from sparse_atten.cute_kernels.common.cache import cache_key, cached
 from sparse_atten.cute_kernels.common.env import dump_dir, logger
+from sparse_atten.cute_kernels.common.target import device_capability
 
 OLDEST_CAPABILITY = (9, 0)
 _OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
 _DEFAULT_SHARED_BYTES = 48 << 10  # a kernel that needs more must be told so before its launch
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether kernels from here do a tensor's work: a plain CUDA tensor, not one being traced."""
+    return (
+        x.is_cuda
+        and type(x) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and _can_run(x.device)
+    )
+
+
+@cache
+def _can_run(device: torch.device) -> bool:
+    capability = device_capability(device)
+    if capability is None or capability < OLDEST_CAPABILITY:
+        return False
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        logger().warning("torch stands in for kernels on %s: cuda-python is not installed", device)
+        return False
+    return True
 
 
 class CompileError(RuntimeError):
