@@ -19,6 +19,7 @@ from sparse_atten.contracts import (
     validate,
     validate_out,
 )
+from sparse_atten.cute_kernels.common.arguments import expect_int
 from sparse_atten.dispatch import AUTO, choose, load
 from sparse_atten.preparation import PreparedSelection, selection_of
 from sparse_atten.reference import Result
@@ -185,8 +186,11 @@ def run(
     if out is not None:
         validate_out(out, output_shape(q, v), q, problem.needs_grad)
         expect_aligned(out=out)
-    if max_workspace_bytes is not None and max_workspace_bytes < 1:
-        raise ValueError(f"max_workspace_bytes must be at least 1, got {max_workspace_bytes}")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if out.numel() and out.data_ptr() == x.data_ptr():
+                raise ValueError(f"out must not overlap an input, got the memory of {name}")
+    if max_workspace_bytes is not None:
+        expect_int("max_workspace_bytes", max_workspace_bytes, 1)
     attend = choose(problem, backend).backend.load()
     return attend(q, k, v, selection, options, out=out, max_workspace_bytes=max_workspace_bytes)
 

@@ -161,6 +161,7 @@ BLOCK_REFUSALS = [
     ({"causal": 1}, TypeError, "causal must be a bool, got int 1"),
     ({"return_lse": None}, TypeError, "return_lse must be a bool, got NoneType None"),
     ({"max_workspace_bytes": 0}, ValueError, "max_workspace_bytes must be at least 1, got 0"),
+    ({"max_workspace_bytes": 1e6}, TypeError, "max_workspace_bytes must be an int, got float"),
     ({"layout": "sbhd"}, ValueError, "layout must be 'bhsd' or 'bshd', got 'sbhd'"),
     ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
     ({"block_size": 16.0}, TypeError, "block_size must be an int, got float 16.0"),
@@ -345,6 +346,12 @@ def test_a_selection_of_another_class_is_refused():
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(TypeError, match="selection must be a BlockSelection, a TokenSelection or"):
         sparse_atten_func(q, q, q, (1, 2))
+
+
+def test_out_must_not_be_an_input():
+    q = torch.randn(1, 4, 40, 8)
+    with pytest.raises(ValueError, match="out must not overlap an input, got the memory of q"):
+        block_call(q=q, out=q)
 
 
 def test_unused_entries_may_hold_anything():
