@@ -376,6 +376,14 @@ def row_ids(call: Call, batch: int, head: int, row: int) -> list[int]:
     return call.selection.q2k_indices[batch, head, row].tolist()[:count]
 
 
+# Diagnostics of nvvm that the kernel causes, and why each is expected.
+EXPECTED_WARNINGS = {
+    "C1": "no visible mbarrier.init: barriers are addressed by computed integers",
+    "C5": "no visible completion of expect_tx: the hardware completes a CLC query",
+    "C6": "no reachable arrive for a wait: TMA and tcgen05.commit arrive",
+}
+
+
 @pytest.mark.parametrize(
     "name",
     ["full", "static", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "fp16"))]
@@ -383,6 +391,11 @@ def row_ids(call: Call, batch: int, head: int, row: int) -> list[int]:
 )
 def test_compiled_kernel_fits(name: str):
     result = compiled(name)
+    print(
+        f"{name}: {result.registers} registers at launch, {result.stack_bytes} bytes of stack, "
+        f"{vsa_sm100.SCHEDULE.smem_bytes} bytes of shared memory, {len(result.ptx)} bytes of PTX"
+    )
+    assert {"C1"} <= result.warnings <= EXPECTED_WARNINGS.keys()
     assert result.stack_bytes == 0, "spills or local memory"
     assert result.registers * vsa_sm100.SCHEDULE.threads <= 65536
     assert vsa_sm100.SCHEDULE.smem_bytes <= 232_448

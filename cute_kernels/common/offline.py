@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from typing import Any
 from sparse_atten.cute_kernels.common.env import child_environment
 from sparse_atten.cute_kernels.common.target import Target
 
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_WARNING = re.compile(r"^ *warning(?:\[nvvm-diag:|: \[)(\w+)\]", re.MULTILINE)
 _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info
 
 
@@ -37,6 +40,8 @@ class Compiled:
         Registers of a thread at launch, before any setmaxnreg.
     stack_bytes : int
         Local memory of a thread: spills and arrays; 0 in a kernel that is fit to ship.
+    warnings : frozenset of str
+        Codes of the diagnostics of nvvm, such as "C1".
     """
 
     ptx: str
@@ -44,6 +49,7 @@ class Compiled:
     cubin: bytes
     registers: int
     stack_bytes: int
+    warnings: frozenset[str]
 
 
 @functools.cache
@@ -62,6 +68,7 @@ def compile_offline(module: str, config: Any, target: Target) -> Compiled:
             CUTE_DSL_KEEP="ir",
             CUTE_DSL_DUMP_DIR=folder,
             CUTE_DSL_DISABLE_FILE_CACHING="1",
+            CUTE_DSL_COMPILER_OPT="warnings{nvvm}",
         )
         child = subprocess.run(
             [sys.executable, "-m", __name__, str(result)],
@@ -71,12 +78,19 @@ def compile_offline(module: str, config: Any, target: Target) -> Compiled:
             capture_output=True,
             check=False,
         )
+        log = _ANSI.sub("", (child.stdout + child.stderr).decode(errors="replace"))
         if child.returncode:
-            log = (child.stdout + child.stderr).decode(errors="replace")
             raise RuntimeError(f"compiling {module} for {target.arch} failed:\n{log[-4000:]}")
         ptx, ir, cubin = pickle.loads(result.read_bytes())
     attributes = _kernel_attributes(cubin)
-    return Compiled(ptx, ir, cubin, attributes[_REGISTER_COUNT], attributes[_FRAME_SIZE])
+    return Compiled(
+        ptx,
+        ir,
+        cubin,
+        attributes[_REGISTER_COUNT],
+        attributes[_FRAME_SIZE],
+        frozenset(_WARNING.findall(log)),
+    )
 
 
 def _kernel_attributes(cubin: bytes) -> dict[int, int]:
