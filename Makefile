@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 # mypy reads the packages under their import names: a tree of links, as the wheel lays them out.
 TYPED := $(VENV)/typed
-# Threads that spin while they wait slow each other down where there are more of them than cores.
-export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test test-full lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/video_attention.py
+
+# Several test processes share the cores: threads that spin while they wait would slow each other.
+test test-full: export OMP_WAIT_POLICY = PASSIVE
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto -m "not slow"

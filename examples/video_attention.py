@@ -10,13 +10,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from pathlib import Path
-
-# Before torch starts its threads: those that wait shall sleep, not spin. Where other programs use
-# the same cores, that is several times faster.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from torch import Tensor

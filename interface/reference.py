@@ -118,8 +118,10 @@ def _attend(view: Rows, chunk: Lists, options: Options, max_bytes: int) -> Resul
     peak = scaled.new_full(shape, float("-inf"))  # of the scores so far
     total, total_t = scaled.new_zeros(shape), scaled.new_zeros(shape)
     weighted = scaled.new_zeros(*shape, view.v.shape[-1])
+    empty = ~queries.valid
+    sees_nothing = torch.ones_like(empty)
     for tile in _tiles(view, chunk, queries, options.causal, max_bytes):
-        scores = _fill(scaled @ tile.k.transpose(1, 2), tile.hidden, float("-inf"))
+        scores = _hide(scaled @ tile.k.transpose(1, 2), tile.hidden)
         new_peak = torch.maximum(peak, scores.amax(-1))
         shift = _finite_peak(new_peak)
         scores -= shift[..., None]
@@ -131,8 +133,9 @@ def _attend(view: Rows, chunk: Lists, options: Options, max_bytes: int) -> Resul
         total = total * fade + weights.sum(-1)
         weighted = weighted * fade[..., None] + weights @ tile.v
         peak = new_peak
+        sees_nothing &= tile.hidden.all(-1)
 
-    empty = (total == 0) | ~queries.valid
+    empty |= sees_nothing
     out = weighted / total.masked_fill(empty, 1)[..., None]
     out = out.masked_fill_(empty[..., None], 0).to(queries.q.dtype)
     shift = _finite_peak(peak)
@@ -206,8 +209,8 @@ def _tiles(
             last_key = queries.last_key.masked_fill(~queries.valid, -1)  # padding sees nothing
             hidden = hidden | (keys.position[:, None, :] > last_key[..., None])
         # Keys that no query of the row sees may hold anything, NaN too: 0 * NaN would spread.
-        unseen = hidden.all(1)[..., None]
-        k, v = (_fill(_accumulator(_gather(x, keys.places)), unseen, 0) for x in (view.k, view.v))
+        unseen = hidden.all(1)
+        k, v = (_clear(_accumulator(_gather(x, keys.places)), unseen) for x in (view.k, view.v))
         yield _Tile(k, v, hidden, keys.places)
 
 
@@ -266,11 +269,23 @@ def _accumulator(x: Tensor) -> Tensor:
     return x.to(_accumulator_dtype(x))
 
 
-def _fill(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    """Fill in place; a pass over x is saved where the CPU knows that there is nothing to fill."""
-    if mask.device.type == "cpu" and not mask.any():
+def _clear(x: Tensor, rows: Tensor) -> Tensor:
+    """Zero rows in place; on the CPU at the cost of those rows alone."""
+    if rows.device.type == "cpu":
+        x.view(-1, x.shape[-1]).index_fill_(0, rows.flatten().nonzero().flatten(), 0)
         return x
-    return x.masked_fill_(mask, value)
+    return x.masked_fill_(rows[..., None], 0)
+
+
+def _hide(scores: Tensor, hidden: Tensor) -> Tensor:
+    """Set scores [R, M, L] to -inf in place where `hidden`, bool [R, M or 1, L], says so."""
+    if hidden.shape[1] == scores.shape[1]:
+        return scores.masked_fill_(hidden, float("-inf"))
+    # Hidden from all queries: these keys are zero, so that adding -inf is safe, and faster.
+    if hidden.device.type == "cpu" and not hidden.any():
+        return scores
+    bias = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, float("-inf"))
+    return scores.add_(bias)
 
 
 def _finite_peak(peak: Tensor) -> Tensor:

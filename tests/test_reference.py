@@ -60,6 +60,19 @@ def test_padded_queries_are_zero_even_where_they_hold_nan():
 
 
 @pytest.mark.parametrize("filler", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["random-counts", "alternating-empty-rows", "causal-sizes"])
+def test_a_query_that_sees_nothing_is_zero_whatever_it_holds(name, filler):
+    """Found: adding the mask to the scores let the NaN of a query without keys through."""
+    (q, k, v), selection, options = BY_NAME[name].build()
+    empty = block_visibility(q, k, selection, causal=options.causal).sum(-1) == 0
+    assert empty.any()
+    q[empty] = filler
+    result = reference_attention(q, k, v, selection, options)
+    assert_matches_definition(result, (q, k, v), selection, options)
+    assert (result.out[empty] == 0).all()
+
+
+@pytest.mark.parametrize("filler", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["sizes-per-batch", "random-counts", "causal-sizes"])
 def test_unseen_keys_never_reach_the_output_of_blocks(name, filler):
     """Found: a causal key that only padded queries saw was not zeroed, and 0 * NaN spread."""
