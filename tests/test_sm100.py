@@ -83,6 +83,29 @@ def test_a_video_goes_from_pixels_order_to_its_output(blackwell):
     assert (got.double() - exact).abs().max() <= 2 * budget  # P is rounded to bfloat16 as well
 
 
+def test_offsets_past_2_to_the_31(blackwell):
+    """Batch strides of 2^31 elements, of operands and tables; memory is touched at the ends only."""
+    far = 2**31
+    (q, k, v), selection, options = replace(CASE, batch=2, layout="bhsd").build()
+    sizes = [x[0].numel() for x in (q, k, v, q)]
+    starts = [sum(sizes[:i]) for i in range(4)]
+    memory = torch.empty(far + sum(sizes), dtype=q.dtype)
+    operands = [
+        memory.as_strided(x.shape, (far, *x.stride()[1:]), start).copy_(x)
+        for x, start in zip((q, k, v, q), starts, strict=True)
+    ]
+    tables = {}
+    numbers = torch.empty(far + 4096, dtype=torch.int32)
+    for i, name in enumerate(("q2k_indices", "q2k_counts")):
+        table = getattr(selection, name)
+        tables[name] = numbers.as_strided(table.shape, (far, *table.stride()[1:]), 2048 * i)
+        tables[name].copy_(table)
+    distant = replace(selection, **tables)
+    *inputs, out = operands
+    _, lse = sparse_atten_func(*inputs, distant, out=out, return_lse=True, backend="sm100")
+    assert_matches_definition(Result(out, lse, None), (q, k, v), selection, options)
+
+
 def test_empty_tensors_make_no_descriptor(blackwell):
     for lengths in ((0, 256), (256, 0)):
         case = replace(CASE, lengths=lengths, counts="zero", kv_sizes="full", pad_queries=False)
