@@ -84,7 +84,7 @@ def test_a_video_goes_from_pixels_order_to_its_output(blackwell):
 
 
 def test_offsets_past_2_to_the_31(blackwell):
-    """Batch strides of 2^31 elements, of operands and tables; memory is touched at the ends only."""
+    """Batch strides of 2^31 elements, of operands and tables; only the ends are touched."""
     far = 2**31
     (q, k, v), selection, options = replace(CASE, batch=2, layout="bhsd").build()
     sizes = [x[0].numel() for x in (q, k, v, q)]
