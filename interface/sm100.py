@@ -75,11 +75,12 @@ def report(
     from sparse_atten.cute_kernels.vsa_sm100 import SCHEDULE
 
     num_q_blocks = -(-problem.num_queries // problem.block_size)
-    rounds = torch.zeros(problem.batch * problem.num_q_heads * num_q_blocks, dtype=torch.long)
+    num_heads = problem.batch * problem.num_q_heads
+    rounds = torch.zeros(num_heads * num_q_blocks, dtype=torch.long)
     rows = rows_of(q, k, v, selection)
     for lists in rows.lists():
         rounds[lists.rows.cpu()] = lists.live.sum(1).cpu()
-    padded = torch.nn.functional.pad(rounds.view(-1, num_q_blocks), (0, num_q_blocks % 2))
+    padded = torch.nn.functional.pad(rounds.view(num_heads, num_q_blocks), (0, num_q_blocks % 2))
     pairs = padded.view(-1, 2).sum(1)
     target = problem.target or Target()
     return {

@@ -117,7 +117,18 @@ def test_empty_tensors_make_no_descriptor(blackwell):
     assert not blackwell
 
 
+@pytest.mark.parametrize("lengths", [(0, 256), (256, 0)])
+def test_explain_of_an_empty_call(lengths):
+    """Found: without query blocks the rounds of a pair could not be grouped."""
+    pytest.importorskip("cutlass", reason="without nvidia-cutlass-dsl the backend is passed over")
+    case = replace(CASE, lengths=lengths, counts="zero", kv_sizes="full", pad_queries=False)
+    (q, k, v), selection, _ = case.build()
+    found = explain(q, k, v, selection, target="B200")
+    assert (found.backend, found.tiles, found.pairs) == ("sm100", 0, 0)
+
+
 def test_explain_reports_the_kernel_for_a_named_product():
+    pytest.importorskip("cutlass", reason="without nvidia-cutlass-dsl the backend is passed over")
     (q, k, v), selection, _ = CASE.build()
     found = explain(q, k, v, selection, target="B200")
     assert found.backend == "sm100"
