@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_atten.contracts import records_grad
-from sparse_atten.reference import without_autocast
+from sparse_atten.reference import accumulator_dtype, without_autocast
 
 _LEAST_QUERIES = 64  # queries of a chunk under a short window, where the workspace allows
 
@@ -39,7 +39,7 @@ def attend_behind(
     reach = num_keys if window is None else min(window, num_keys)
     most = num_tokens if window is None else max(reach, _LEAST_QUERIES)
     widest = num_keys if window is None else min(num_keys, reach + most)
-    per_query = batch * num_heads * max(widest, 1) * (3 * accumulator(q).itemsize + 1)
+    per_query = batch * num_heads * max(widest, 1) * (3 * accumulator_dtype(q).itemsize + 1)
     step = max(1, min(most, max_bytes // max(per_query, 1)))
     for start in range(0, num_tokens, step):
         stop = min(start + step, num_tokens)
@@ -62,16 +62,11 @@ def attend_behind(
         yield Chunk(token, out, weights, seen)
 
 
-def accumulator(x: Tensor) -> torch.dtype:
-    """Dtype of softmax and products."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _attend_range(
     q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend from query c to the keys begin[c] to end[c] - 1; output and summed weights."""
-    dtype = accumulator(q)
+    dtype = accumulator_dtype(q)
     num_queries, num_kv_heads, num_keys = q.shape[1], k.shape[2], k.shape[1]
     slot = torch.arange(num_keys, device=q.device)
     seen = (slot >= begin[:, None]) & (slot < end[:, None])

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from sparse_atten.attention import sparse_atten_func
-from sparse_atten.behind import Chunk, accumulator, attend_behind
+from sparse_atten.behind import Chunk, attend_behind
 from sparse_atten.contracts import DTYPES, EMPTY, TokenSelection, options_of
 from sparse_atten.cute_kernels.common.arguments import describe, expect_int
-from sparse_atten.reference import workspace_bytes
+from sparse_atten.reference import accumulator_dtype, workspace_bytes
 from sparse_atten.topk import block_topk
 from sparse_atten.topk.reference import MAX_K
 
@@ -369,7 +369,7 @@ def nsa_attention(
         ),
         nsa_sliding_window_attention(q, k, v, window_size=window_size, **common),
     )
-    dtype = accumulator(q)
+    dtype = accumulator_dtype(q)
     out = torch.zeros_like(branches[0], dtype=dtype)
     for gate, branch in zip(gates, branches, strict=True):
         weight = gate.transpose(1, 2) if head_first else gate
@@ -392,7 +392,7 @@ def _compress(
     k, v = (
         x[:, : num_blocks * block_size]
         .unflatten(1, (num_blocks, block_size))
-        .mean(2, dtype=accumulator(x))
+        .mean(2, dtype=accumulator_dtype(x))
         for x in (k, v)
     )
     scale, max_bytes = _scale(q, softmax_scale), _max_bytes(q, max_workspace_bytes)

@@ -160,7 +160,7 @@ def _backward(
     max_bytes //= 3  # a tile holds its gradients beside what the forward pass holds
     view = rows_of(*inputs, selection)
     scale, temperature = options.softmax_scale, options.lse_temperature
-    dtype = _accumulator_dtype(view.k)
+    dtype = accumulator_dtype(view.k)
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (view.k, view.v))
     dq = dk.new_zeros(view.num_rows, view.row_height, dk.shape[-1])
     for chunk in _chunks(view, max_bytes):
@@ -241,7 +241,7 @@ def _chunks(view: Rows, max_bytes: int) -> list[Lists]:
 
 def _bytes_per_block(view: Rows) -> int:
     """Workspace of one row and one KV block: gathered K and V, scores, weights, mask, address."""
-    accumulator = _accumulator_dtype(view.k).itemsize
+    accumulator = accumulator_dtype(view.k).itemsize
     head_dims = view.k.shape[-1] + view.v.shape[-1]
     gathered = head_dims * (view.k.element_size() + accumulator)
     return view.block_size * (gathered + view.row_height * (2 * accumulator + 1) + 32)
@@ -261,12 +261,13 @@ def _gather(x: Tensor, places: tuple[Tensor, ...]) -> Tensor:
     return matrix.index_select(0, row.flatten()).view(*row.shape, width)
 
 
-def _accumulator_dtype(x: Tensor) -> torch.dtype:
+def accumulator_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of softmax and products over x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _accumulator(x: Tensor) -> Tensor:
-    return x.to(_accumulator_dtype(x))
+    return x.to(accumulator_dtype(x))
 
 
 def _clear(x: Tensor, rows: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from revision import git_revision
 from tqdm import tqdm
 
 import sparse_atten
@@ -297,13 +297,6 @@ def summary(values: list[float]) -> list[float]:
 def best(times: dict[str, list[float]]) -> float:
     """Median device time, without a graph where there is none."""
     return times.get("device_us", times["eager_us"])[0]
-
-
-def git_revision() -> str:
-    """Name the commit, with a mark if the tree differs from it; unknown outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, check=False, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+from revision import git_revision
 from rich.console import Console
 from rich.progress import track
 
@@ -114,12 +114,6 @@ def sampled_error(
         expected = weights @ v[head, keys]
         worst = max(worst, float((out[0, head, queries].double() - expected).abs().max()))
     return worst
-
-
-def git_revision() -> str:
-    """Name the commit, with a mark if the tree differs from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from revision import git_revision
 from rich.console import Console
 from rich.table import Table
 
@@ -587,13 +588,6 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for row in rows:
         if row["case"].startswith(("pair", "sass")):
             console.print(row)
-
-
-def git_revision() -> str:
-    """Name the commit, with a mark if the tree differs from it; "unknown" outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, check=False, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 def main() -> None:

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from revision import git_revision
 from tqdm import tqdm
 
 import sparse_atten
@@ -221,13 +221,6 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     times = interleaved({"copy": lambda: target.copy_(source)}, 10)
     return 2 * source.nbytes / (1e-6 * times["copy"][0])
-
-
-def git_revision() -> str:
-    """Name the commit, with a mark if the tree differs from it; "unknown" outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, check=False, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from sparse_atten.attention import check
 from sparse_atten.contracts import TokenSelection, options_of
 from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.preparation import PreparedSelection
-from sparse_atten.reference import without_autocast
+from sparse_atten.reference import accumulator_dtype, without_autocast
 from sparse_atten.sequences import sequences_of
 
 _NEVER = float("-inf")
@@ -84,7 +84,7 @@ def partial_attention(
     sequences = sequences_of(selection, problem.num_keys)
     group, block = problem.group_size, selection.block_size
 
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulator_dtype(q)
     shape = (csr.table_width, problem.num_queries, problem.num_q_heads)
     nothing = torch.full(shape, float("nan"), dtype=dtype, device=q.device)
     o_partial = nothing[..., None].repeat(1, 1, 1, problem.value_dim)

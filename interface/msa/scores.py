@@ -22,8 +22,13 @@ from torch import Tensor
 
 from sparse_atten.attention import check
 from sparse_atten.contracts import DTYPES, Options, TokenSelection
-from sparse_atten.cute_kernels.common.arguments import describe, expect_int
-from sparse_atten.reference import without_autocast, workspace_bytes
+from sparse_atten.cute_kernels.common.arguments import (
+    describe,
+    expect_bool,
+    expect_int,
+    expect_positive,
+)
+from sparse_atten.reference import accumulator_dtype, without_autocast, workspace_bytes
 from sparse_atten.sequences import Sequences, sequences_of
 
 _TOPK_BYTES = 48  # of block_topk for each score: keys of 4 and ids of 8 bytes, a few times over
@@ -166,7 +171,7 @@ class BlockScorer:
         num_heads, head_dim = self.q.shape[1:]
         num_sequences, num_slots = piece.sequence.shape[0], piece.token.shape[0]
         block = self.selection.block_size
-        dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        dtype = accumulator_dtype(self.q)
         queries = (self.q[piece.token].to(dtype) * self.scale).view(
             num_sequences, num_slots // num_sequences, num_heads, head_dim
         )
@@ -244,14 +249,11 @@ def scorer_of(
     _check_keys(k_idx, selection, num_heads, head_dim)
     rows = [size for dim, size in enumerate(k_idx.shape[:-1]) if dim != _head_axis(selection)]
     check_tables(selection, q_idx, rows)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {describe(causal)}")
+    expect_bool("causal", causal)
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a finite float > 0, got {describe(scale)}")
-    elif not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be a finite float > 0, got {scale!r}")
+    else:
+        expect_positive("scale", scale)
     if max_workspace_bytes is not None:
         expect_int("max_workspace_bytes", max_workspace_bytes, 1)
     return BlockScorer(

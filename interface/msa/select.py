@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparse_atten.contracts import EMPTY, TokenSelection
-from sparse_atten.cute_kernels.common.arguments import describe, expect_int
+from sparse_atten.cute_kernels.common.arguments import describe, expect_bool, expect_int
 from sparse_atten.msa.scores import blank_selection, check_tables, last_seen, scorer_of
 from sparse_atten.sequences import sequences_of
 from sparse_atten.topk import block_topk
@@ -155,7 +155,6 @@ def _choose(
 
 
 def _check_choice(topk: int, num_sink_blocks: int, causal: bool) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {describe(causal)}")
+    expect_bool("causal", causal)
     expect_int("topk", topk, 1, MAX_K)
     expect_int("num_sink_blocks", num_sink_blocks, 0, topk - 1)

@@ -20,7 +20,7 @@ from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.reference import without_autocast
 from sparse_atten.vsa.layout import VideoLayout, sequence_dim
 from sparse_atten.vsa.pool import pool_blocks
-from sparse_atten.vsa.route import Policy, Sparsity, route, route_scores
+from sparse_atten.vsa.route import Policy, Sparsity, expect_blocks, route, route_scores
 
 
 class VideoAttentionDetails(NamedTuple):
@@ -145,11 +145,7 @@ def coarse_attention(scores: Tensor, v_mean: Tensor, block_sizes: Tensor) -> Ten
     TypeError, ValueError
         Wrong dtypes, shapes or devices.
     """
-    for name, x in (("scores", scores), ("v_mean", v_mean)):
-        if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"{name} must be float32 or float64, got {describe(x)}")
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dims, got {describe(x)}")
+    expect_blocks(("scores", scores), ("v_mean", v_mean), "have 4 dims")
     batch, heads, num_q_blocks, num_kv_blocks = scores.shape
     kv_heads = v_mean.shape[1]
     if v_mean.dtype != scores.dtype:
@@ -159,8 +155,6 @@ def coarse_attention(scores: Tensor, v_mean: Tensor, block_sizes: Tensor) -> Ten
             f"v_mean must be [{batch}, Hkv, {num_kv_blocks}, D] on {scores.device}, "
             f"got {describe(v_mean)}"
         )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"scores must have a multiple of v_mean's {kv_heads} heads, got {heads}")
     if tuple(block_sizes.shape) != (num_kv_blocks,) or block_sizes.device != scores.device:
         raise ValueError(
             f"block_sizes must be [{num_kv_blocks}] on {scores.device}, got {describe(block_sizes)}"

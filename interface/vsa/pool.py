@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparse_atten.contracts import Layout
 from sparse_atten.cute_kernels.common.arguments import describe
+from sparse_atten.reference import accumulator_dtype
 from sparse_atten.vsa.layout import VideoLayout, sequence_dim
 
 
@@ -53,8 +54,7 @@ def pool_blocks(
     blocks = x.unflatten(dim, (sizes.shape[0], block_size))
     valid = torch.arange(block_size, device=x.device) < sizes[:, None]  # [N, block_size]
     valid = valid[..., None] if dim == 2 else valid[..., None, None]
-    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
-    total = blocks.masked_fill(~valid, 0).sum(dim + 1, dtype=accumulator)
+    total = blocks.masked_fill(~valid, 0).sum(dim + 1, dtype=accumulator_dtype(x))
     if dim == 1:
         total = total.transpose(1, 2)
     return total / sizes.clamp(1, block_size)[:, None]

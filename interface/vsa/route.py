@@ -79,11 +79,7 @@ def route_scores(q_mean: Tensor, k_mean: Tensor, *, softmax_scale: float | None 
     -----
     Source: VSA (arXiv 2505.13389).
     """
-    for name, mean in (("q_mean", q_mean), ("k_mean", k_mean)):
-        if not isinstance(mean, Tensor) or mean.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"{name} must be float32 or float64, got {describe(mean)}")
-        if mean.dim() != 4:
-            raise ValueError(f"{name} must be [B, H, N, D], got {describe(mean)}")
+    expect_blocks(("q_mean", q_mean), ("k_mean", k_mean), "be [B, H, N, D]")
     batch, heads, num_q_blocks, head_dim = q_mean.shape
     kv_heads = k_mean.shape[1]
     if k_mean.dtype != q_mean.dtype:
@@ -93,8 +89,6 @@ def route_scores(q_mean: Tensor, k_mean: Tensor, *, softmax_scale: float | None 
             f"k_mean must be [{batch}, Hkv, Nkv, {head_dim}] on {q_mean.device}, "
             f"got {describe(k_mean)}"
         )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q_mean must have a multiple of k_mean's {kv_heads} heads, got {heads}")
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(head_dim)
     # The heads of a GQA group stand below each other, so that no key is copied.
@@ -186,6 +180,21 @@ def route(
         q_block_sizes=layout.block_sizes,
         dense_rows=dense_rows,
     )
+
+
+def expect_blocks(queries: tuple[str, Tensor], keys: tuple[str, Tensor], rank: str) -> None:
+    """Check two named float tensors of blocks: dtypes, ranks, heads of a GQA group."""
+    for name, x in (queries, keys):
+        if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name} must be float32 or float64, got {describe(x)}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must {rank}, got {describe(x)}")
+    (q_name, q), (k_name, k) = queries, keys
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{q_name} must have a multiple of {k_name}'s {kv_heads} heads, got {heads}"
+        )
 
 
 def _check_scores(scores: Tensor, layout: VideoLayout) -> None:
