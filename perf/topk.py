@@ -32,18 +32,8 @@ from sparse_atten.topk import block_topk, plan
 from sparse_atten.topk.reference import check_request, largest_blocks
 
 ROTATED_BYTES = 512 << 20  # inputs of one graph together, several times the L2 cache
-SWEEP = (
-    (4, 16),
-    (4, 32),
-    (8, 8),
-    (8, 16),
-    (8, 32),
-    (16, 16),
-    (16, 32),
-    (32, 8),
-    (32, 24),
-    (32, 32),
-)
+SWEEP = ((4, 16), (8, 16), (8, 32), (16, 16), (16, 32), (32, 8), (32, 24), (32, 32))
+SWEEP_THREADS = (64, 128, 256)  # of a thread block, for rows; for columns one shape has one number
 
 
 class Case(NamedTuple):
@@ -165,11 +155,15 @@ def sweep_graphs(case: Case, inputs: list, options: dict) -> dict[str, torch.cud
     for group, items in SWEEP:
         if group * items < case.shape[case.dim]:
             continue
-        plan.CONFIGS = (plan.Config(columns, 0, group, items), *shipped)
-        plan.make_plan.cache_clear()
-        graphs[f"ours-{group}x{items}"] = capture(
-            lambda x: block_topk(x, case.k, dim=case.dim, **options), inputs
-        )
+        for threads in (32 * group,) if columns else SWEEP_THREADS:
+            config = plan.Config(
+                columns=columns, forced=int(case.causal), group=group, items=items, threads=threads
+            )
+            plan.CONFIGS = (config, *shipped)
+            plan.make_plan.cache_clear()
+            graphs[f"ours-{group}x{items}-{threads}"] = capture(
+                lambda x: block_topk(x, case.k, dim=case.dim, **options), inputs
+            )
     plan.CONFIGS = shipped
     plan.make_plan.cache_clear()
     return graphs

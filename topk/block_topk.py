@@ -203,5 +203,5 @@ def _layout(tensor: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]] | 
 
 @cache
 def _kernel(config: Config, name: str, device: torch.device) -> Kernel:
-    most_shared = config.shared_bytes(512) if config.tile else 0
+    most_shared = config.shared_bytes()
     return program(config).kernel(name, SIGNATURES[name], device, shared_bytes=most_shared)

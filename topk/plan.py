@@ -36,6 +36,8 @@ class Config(NamedTuple):
     ----------
     columns : int
         1 where adjacent rows, not adjacent blocks of a row, are adjacent in memory.
+    forced : int
+        1 where blocks may be chosen whatever their scores.
     regions : int
         1 where a row may have several spans; the short kernel then forces no blocks.
     group, items : int
@@ -46,6 +48,7 @@ class Config(NamedTuple):
     """
 
     columns: int = 0
+    forced: int = 0
     regions: int = 0
     group: int = 0
     items: int = 0
@@ -59,21 +62,24 @@ class Config(NamedTuple):
         """Blocks of a span that the short kernel takes."""
         return self.group * self.items
 
-    def shared_bytes(self, capacity: int) -> int:
-        """Dynamic shared memory of a long kernel that chooses up to `capacity` blocks a span."""
+    def shared_bytes(self, capacity: int = 512) -> int:
+        """Dynamic shared memory, for the long kernels to choose up to `capacity` blocks a span."""
+        if not self.tile:
+            return self.columns * 4 * 32 * (self.row_blocks + 1)
         ranks = 8 * self.tile * (capacity + self.stage)
         return ranks + 32 * self.tile + 4 * self.tile * (1 << self.digit_bits)
 
 
-_ROWS = ((8, 8), (8, 16), (8, 32), (16, 32), (32, 24), (32, 32))
-_COLUMNS = ((4, 16), (4, 32), (8, 32), (16, 32), (32, 32))
+_SHORT = ((8, 8), (8, 16), (8, 32), (16, 32), (32, 24), (32, 32))
+_ROW_THREADS = 128
+_KINDS = ((0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0), (1, 1, 0))
 _LONG = Config(threads=256, tile=1, digit_bits=11, stage=512)
 _LONG_WIDE = _LONG._replace(threads=1024)  # for rows of more than _PART_BLOCKS blocks
 _LONG_COLUMNS = Config(columns=1, threads=1024, tile=32, digit_bits=8, stage=128)
 CONFIGS = (
-    *(Config(0, regions, *shape) for shape in _ROWS for regions in (0, 1)),
-    *(Config(1, 0, *shape) for shape in _COLUMNS),
-    *(Config(1, 1, *shape) for shape in _COLUMNS[:-1]),  # the last would spill registers
+    *(Config(*kind, *shape, _ROW_THREADS) for kind in _KINDS[:3] for shape in _SHORT),
+    *(Config(*kind, *shape, 32 * shape[0]) for kind in _KINDS[3:] for shape in _SHORT),
+    *(Config(1, 0, 1, *shape, 32 * shape[0]) for shape in _SHORT[:-2]),  # the others would spill
     _LONG,
     _LONG_WIDE,
     _LONG_COLUMNS,
@@ -134,7 +140,7 @@ class _Dim(NamedTuple):
 @cache
 def program(config: Config) -> Program:
     """topk.cu with the constants of a config."""
-    layout = {"COLUMNS": config.columns, "REGIONS": config.regions}
+    layout = {"COLUMNS": config.columns, "FORCED": config.forced, "REGIONS": config.regions}
     sizes = {name.upper(): value for name, value in config._asdict().items() if value}
     return Program.read(_SOURCE, **{**layout, **sizes})
 
@@ -184,6 +190,7 @@ def make_plan(
     if columns:
         dims.sort(key=lambda d: d.strides[0] == 1 and d.size >= _MIN_COLUMNS)
     ends = min(first_blocks, num_blocks), min(last_blocks, num_blocks)
+    forced = any(ends) or local is not None
     spans = _sorted_spans(request)
     launches: list[Launch] = []
     workspace_bytes = 0
@@ -197,7 +204,7 @@ def make_plan(
                 ends=(i > 0, i + _MAX_SPANS >= len(spans)),
                 spans=spans[i : i + _MAX_SPANS],
             )
-            made = _launches(piece, request, columns=columns, plan=parameters)
+            made = _launches(piece, request, columns=columns, forced=forced, plan=parameters)
             launches += [launch._replace(offsets=offsets) for launch in made]
             if made[0].kernel == "block_topk_parts":
                 parts_bytes = 8 * prod(made[0].grid) * request.width
@@ -206,7 +213,7 @@ def make_plan(
 
 
 def _launches(
-    dims: Sequence[_Dim], request: Request, *, columns: bool, plan: bytes
+    dims: Sequence[_Dim], request: Request, *, columns: bool, forced: bool, plan: bytes
 ) -> list[Launch]:
     """Launches for one piece of the rows and one batch of spans."""
     regions = int(len(request.spans) != 1 or request.num_kept > 0)
@@ -215,11 +222,11 @@ def _launches(
     capacity = max((budget for *_, budget in scored), default=1)
     rows = prod(d.size for d in dims)
     for config in CONFIGS:
-        if (config.columns, config.regions) == (columns, regions) and longest <= config.row_blocks:
-            threads = 32 * config.group if columns else 256
-            blocks = _tiles(dims, 32) if columns else -(-rows * config.group // threads)
-            grid, block = (blocks, 1, 1), (threads, 1, 1)
-            return [Launch(config, "block_topk_short", grid, block, 0, plan, (), (0,) * 4)]
+        kind = config.columns, config.forced, config.regions
+        if kind == (columns, forced, regions) and longest <= config.row_blocks:
+            blocks = _tiles(dims, 32) if columns else -(-rows * config.group // config.threads)
+            grid, block, shared = (blocks, 1, 1), (config.threads, 1, 1), config.shared_bytes()
+            return [Launch(config, "block_topk_short", grid, block, shared, plan, (), (0,) * 4)]
     parts = min(-(-longest // _PART_BLOCKS), _THREAD_BLOCKS // rows)
     if parts > 1 and not regions:
         config = _LONG_WIDE
