@@ -331,7 +331,7 @@ __device__ __forceinline__ unsigned quick_choice(const Group& group, float (&sco
         const float next = fmaxf(low, fminf(fmaf(share, left, low), high - 1.0f));
         cut = searching ? next : cut;
     }
-    const bool one_short = !FORCED && cut == high;
+    const bool one_short = !FORCED && search && cut == high;
     if (group.any(one_short)) {  // the largest place that is not over `high`
         const float bound = high + 1.0f;
         int nearest = 0;  // of negative numbers, the closest to 0 has the smallest bits
