@@ -166,13 +166,19 @@ def sweep_graphs(case: Case, inputs: list, options: dict) -> dict[str, torch.cud
         if group * items < case.shape[case.dim]:
             continue
         plan.CONFIGS = (plan.Config(columns, 0, group, items), *shipped)
-        plan.make_plan.cache_clear()
+        forget_plans()
         graphs[f"ours-{group}x{items}"] = capture(
             lambda x: block_topk(x, case.k, dim=case.dim, **options), inputs
         )
     plan.CONFIGS = shipped
-    plan.make_plan.cache_clear()
+    forget_plans()
     return graphs
+
+
+def forget_plans() -> None:
+    """Let calls of known shapes choose among the configs anew."""
+    plan.make_plan.cache_clear()
+    sys.modules["sparse_atten.topk.block_topk"]._CALLS.clear()
 
 
 def capture(call: Callable, inputs: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
