@@ -5,10 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparse_atten.csr.device import (
+    Recipe,
+    Run,
     Tables,
-    csr_on_device,
-    launch_on,
+    bind_on,
+    csr_by,
+    csr_recipe,
     lists_on_device,
+    lists_steps,
 )
 from sparse_atten.csr.reference import (
     INT32_MAX,
@@ -19,7 +23,11 @@ from sparse_atten.csr.reference import (
     transposed_lists_of,
 )
 from sparse_atten.cute_kernels.common.arguments import expect_int, expect_table
+from sparse_atten.cute_kernels.common.memo import Memo, key_of
 from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
+
+_CSR: Memo[tuple[Recipe, Run]] = Memo()
+_LISTS: Memo[Run] = Memo()
 
 
 def row_bound(
@@ -125,11 +133,13 @@ def build_k2q_csr(
     whose workspace see `build_csr_and_schedule`. They can be captured in a CUDA graph after
     `preload` or a first call. Others take the torch reference, with the workspace of a sort.
     """
-    check_tables(q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    expect_int("block_size", block_size, 1)
-    expect_int("num_rows", num_rows, 0, INT32_MAX)
     tables = Tables(q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, block_size, num_rows)
-    csr = csr_of(tables)
+    known = _CSR.find(key_of(*tables)) if runs_kernels(q2k_indices) else None
+    if known is not None:
+        csr = csr_by(*known, tables)
+    else:
+        check_tables(tables)
+        csr = csr_of(tables)
     if check and csr.num_bad_edges.item():
         lengths = key_lengths(cu_seqlens_k, seqused_k)
         refuse_bad_edges(
@@ -178,6 +188,12 @@ def transpose_block_lists(
     CUDA tensors on a GPU of compute capability 9.0 or newer take two kernels of csr.cu and a
     workspace of a bit for each entry of `k2q_indices`.
     """
+    on_device = runs_kernels(q2k_indices)
+    if on_device:
+        key = key_of(q2k_indices, q2k_counts, num_kv_blocks, dense_rows)
+        run = _LISTS.find(key)
+        if run is not None:
+            return lists_on_device(q2k_indices, q2k_counts, num_kv_blocks, run)
     expect_table("q2k_indices", q2k_indices, ("B", "H", "Nq", "K"))
     shape, like = tuple(q2k_indices.shape[:3]), ("q2k_indices", q2k_indices)
     expect_table("q2k_counts", q2k_counts, ("B", "H", "Nq"), shape=shape, like=like)
@@ -185,11 +201,10 @@ def transpose_block_lists(
     num_q_blocks = shape[2]
     expect_int("dense_rows", dense_rows, 0, num_q_blocks)
 
-    if runs_kernels(q2k_indices) and num_kv_blocks and q2k_counts.numel():
-        launch = launch_on(q2k_indices.device, False)
-        return lists_on_device(
-            q2k_indices, q2k_counts, num_kv_blocks, dense_rows=dense_rows, launch=launch
-        )
+    if on_device and num_kv_blocks and q2k_counts.numel():
+        steps = lists_steps(q2k_indices, q2k_counts, num_kv_blocks, dense_rows)
+        run = _LISTS.keep(key, bind_on(q2k_indices.device, False)(steps))
+        return lists_on_device(q2k_indices, q2k_counts, num_kv_blocks, run)
     return transposed_lists_of(q2k_indices, q2k_counts, num_kv_blocks, dense_rows)
 
 
@@ -197,7 +212,9 @@ def csr_of(tables: Tables) -> K2QCSR:
     """Build the CSR of checked tables where they lie."""
     q2k, is_wide = tables.q2k_indices, tables.is_wide
     if runs_kernels(q2k) and q2k.numel() and tables.num_rows:
-        return csr_on_device(tables, launch_on(q2k.device, is_wide), is_wide=is_wide)
+        recipe = csr_recipe(tables, is_wide)
+        run = bind_on(q2k.device, is_wide)(recipe.steps)
+        return csr_by(*_CSR.keep(key_of(*tables), (recipe, run)), tables)
     return k2q_csr_of(
         q2k,
         tables.cu_seqlens_q,
@@ -207,13 +224,9 @@ def csr_of(tables: Tables) -> K2QCSR:
     )
 
 
-def check_tables(
-    q2k_indices: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-) -> None:
-    """Check the tensors of a token selection."""
+def check_tables(tables: Tables) -> None:
+    """Check the tables of a token selection, and the numbers that go with them."""
+    q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, block_size, num_rows, capacity = tables
     expect_table("q2k_indices", q2k_indices, ("Hkv", "Tq", "K"))
     like = ("q2k_indices", q2k_indices)
     expect_table("cu_seqlens_q", cu_seqlens_q, ("B + 1",), like=like)
@@ -226,3 +239,7 @@ def check_tables(
         expect_table("cu_seqlens_k", cu_seqlens_k, ("B + 1",), shape=(batch + 1,), like=like)
     elif seqused_k is None:
         raise ValueError(f"seqused_k must be int32 [B] = [{batch}] without cu_seqlens_k, got None")
+    expect_int("block_size", block_size, 1)
+    expect_int("num_rows", num_rows, 0, INT32_MAX)
+    if capacity is not None:
+        expect_int("key_capacity", capacity, 0)

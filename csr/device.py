@@ -1,24 +1,29 @@
 """The launches of csr.cu: workspace, grids, arguments; nothing is read back.
 
-A `Launch` takes a kernel's name, its numbers of CTAs and threads, and its arguments in the order
-of `SIGNATURES`. On a GPU `launcher` gives one; whatever else can run the kernels gives its own.
+A `Recipe` is all of a call but its addresses: it follows from shapes and strides alone, so callers
+keep it. `Bind` makes of its steps what runs them, given the addresses. On a GPU `binder` does that
+with `Launches`; whatever else can run the kernels does it in its own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparse_atten.csr.reference import INT32_MAX, K2QCSR
 from sparse_atten.cute_kernels.common.nvrtc import Kernel, Program
+from sparse_atten.cute_kernels.common.parts import Part, lay_out, words
+from sparse_atten.cute_kernels.common.steps import Address, Launches, Step
 
-Launch = Callable[..., None]
+Argument = int | Address
+Run = Callable[..., None]  # of addresses, in the order that `Address.base` counts
+Bind = Callable[[Sequence[Step]], Run]
 
 THREADS = 256  # of every kernel but these
 KERNEL_THREADS = {"build_row_map": 1024, "prefix": 1024, "prefix_and_weigh": 1024}
@@ -27,6 +32,7 @@ MAX_BINS = 1280  # rows that one pass orders edges by
 MAX_DIGIT_BITS = 10  # of a row, that each of several passes orders edges by
 LISTS_KV = 4096  # KV blocks of a CTA of mark_lists
 
+NULL = 0
 _INT62_MAX = 2**62 - 1  # of a block size: lengths are added to it
 
 _TABLE = "PqqqIqiq"
@@ -65,7 +71,7 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Fused:
-    """What a schedule adds to the launches: arguments, and pointers of its outputs.
+    """What a schedule adds to the launches.
 
     Parameters
     ----------
@@ -75,18 +81,46 @@ class Fused:
         Arguments that say how rows are split into items, `weights` excepted.
     num_groups : int
         CTAs that place items.
-    split_slot, split_counts : int
-        Pointers.
-    items : tuple
-        The last arguments of the kernels that place items.
+    capacity : int
+        Items to make room for.
+    outputs : mapping
+        Shapes and dtypes of the schedule's tensors.
+    fields : mapping
+        The schedule's other fields.
     """
 
     num_weights: int
     split: tuple[int, ...]
     num_groups: int
-    split_slot: int
-    split_counts: int
-    items: tuple[int, ...]
+    capacity: int
+    outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    fields: Mapping[str, Any]
+
+
+# What the addresses of a recipe count from.
+_Q2K, _CU_Q, _CU_K, _USED_K, _OUTPUTS, _WORKSPACE = range(6)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A call without its addresses: launches, and where the tensors of the results lie."""
+
+    steps: tuple[Step, ...]
+    csr_parts: Mapping[str, Part]
+    csr_fields: Mapping[str, Any]
+    schedule_parts: Mapping[str, Part]
+    schedule_fields: Mapping[str, Any]
+    output_words: int
+    workspace_words: int
+
+    def run(self, run: Run, tables: Tables) -> Tensor:
+        """Run the steps on tables like those that the recipe is for; returns all outputs."""
+        q2k = tables.q2k_indices
+        outputs, workspace = q2k.new_empty(self.output_words), q2k.new_empty(self.workspace_words)
+        others = [None if x is None else x.contiguous() for x in tables[1:4]]
+        cu_q, cu_k, used_k = [0 if x is None else x.data_ptr() for x in others]
+        run(q2k.data_ptr(), cu_q, cu_k, used_k, outputs.data_ptr(), workspace.data_ptr())
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -117,70 +151,99 @@ def preload(device: torch.device | str | int) -> None:
 
 
 @cache
-def launch_on(device: torch.device, is_wide: bool) -> Launch:
+def bind_on(device: torch.device, is_wide: bool) -> Bind:
     """Launches on the current stream of a device."""
-    return launcher(program(is_wide), SIGNATURES, device)
+    return binder(program(is_wide), SIGNATURES, device)
 
 
-def launcher(program: Program, signatures: Mapping[str, str], device: torch.device) -> Launch:
+def binder(program: Program, signatures: Mapping[str, str], device: torch.device) -> Bind:
     """Launch the kernels of a program on the current stream of a device."""
     kernels: dict[str, Kernel] = {}
 
-    def launch(name: str, blocks: int, *values: int) -> None:
-        kernel = kernels.get(name)
-        if kernel is None:
-            kernel = kernels[name] = program.kernel(name, signatures[name], device)
-        kernel((blocks, 1, 1), (KERNEL_THREADS.get(name, THREADS), 1, 1), *values)
+    def kernel(name: str) -> Kernel:
+        if name not in kernels:
+            kernels[name] = program.kernel(name, signatures[name], device)
+        return kernels[name]
 
-    return launch
+    return lambda steps: Launches([kernel(step.kernel) for step in steps], steps)
 
 
-def csr_on_device(
-    tables: Tables, launch: Launch, *, is_wide: bool, fused: Fused | None = None
-) -> K2QCSR:
-    """Build the CSR, and what `fused` adds to it. No table is empty, and there are rows."""
-    stages = _Stages(tables, launch, is_wide, fused)
+def step(name: str, blocks: int, *arguments: Argument) -> Step:
+    """One launch of a kernel."""
+    return Step(name, (blocks, 1, 1), (KERNEL_THREADS.get(name, THREADS), 1, 1), arguments)
+
+
+def csr_on_device(tables: Tables, bind: Bind, *, is_wide: bool) -> K2QCSR:
+    """Build the CSR. No table is empty, and there are rows."""
+    recipe = csr_recipe(tables, is_wide)
+    return csr_by(recipe, bind(recipe.steps), tables)
+
+
+def csr_by(recipe: Recipe, run: Run, tables: Tables) -> K2QCSR:
+    """Build the CSR by its recipe."""
+    return K2QCSR.in_parts(recipe.run(run, tables), recipe.csr_parts, recipe.csr_fields)
+
+
+def csr_recipe(tables: Tables, is_wide: bool, fused: Fused | None = None) -> Recipe:
+    """Say how to build the CSR of tables of these shapes and strides, and what `fused` adds."""
+    stages = _Stages(tables, is_wide, fused)
     stages.map_rows()
     stages.count_edges()
     if stages.plan.passes == 1:
         stages.place_edges()
     else:
         stages.sort_edges()
-    return stages.csr
+    return stages.recipe()
 
 
 class _Stages:
-    """One call: its outputs, its workspace, and the arguments that its stages share."""
+    """The steps of one recipe, the layout of its outputs, and what its stages share."""
 
-    def __init__(self, tables: Tables, launch: Launch, is_wide: bool, fused: Fused | None) -> None:
+    def __init__(self, tables: Tables, is_wide: bool, fused: Fused | None) -> None:
         q2k, num_rows = tables.q2k_indices, tables.num_rows
         heads, num_queries, width = q2k.shape
-        self.tables, self.launch, self.fused = tables, launch, fused
+        self.heads, self.num_queries, self.width = heads, num_queries, width
+        self.tables, self.fused = tables, fused
+        self.steps: list[Step] = []
         self.batch = tables.cu_seqlens_q.shape[0] - 1
         self.num_weights = fused.num_weights if fused else 0
-        self.plan = plan = _plan(q2k.shape, num_rows, self.batch, self.num_weights, is_wide)
-        index = torch.int64 if is_wide else torch.int32
-        self.csr = csr = K2QCSR(
-            row_ptr=q2k.new_empty((heads, num_rows + 1), dtype=index),
-            q_indices=q2k.new_empty((heads, plan.slots)),
-            edge_ids=q2k.new_empty((heads, plan.slots), dtype=index),
-            row_coords=q2k.new_empty((num_rows, 2)),
-            num_bad_edges=q2k.new_empty(1, dtype=torch.int64),
-            num_queries=num_queries,
-            table_width=width,
+        self.plan = plan = _plan(
+            (heads, num_queries, width), num_rows, self.batch, self.num_weights, is_wide
         )
-        self.workspace = q2k.new_empty(plan.num_bytes, dtype=torch.uint8)
-        base = self.workspace.data_ptr()
-        self.at = at = {name: base + offset for name, offset in plan.part.items()}
-        self.row_coords = csr.row_coords.data_ptr()
-        self.row_ptr = csr.row_ptr.data_ptr()
-        self.edge_ids = csr.edge_ids.data_ptr()
-        self.bin_ptr = self.row_ptr if plan.passes == 1 else at["bin_ptr"]
+        index, word = torch.int64 if is_wide else torch.int32, torch.int32
+        self.csr_parts = lay_out(
+            {
+                "row_ptr": ((heads, num_rows + 1), index),
+                "q_indices": ((heads, plan.slots), word),
+                "edge_ids": ((heads, plan.slots), index),
+                "row_coords": ((num_rows, 2), word),
+                "num_bad_edges": ((1,), torch.int64),
+            }
+        )
+        self.schedule_parts = lay_out(fused.outputs if fused else {}, 4 * words(self.csr_parts))
+        self.at = at = {name: Address(_WORKSPACE, offset) for name, offset in plan.part.items()}
+        self.out = out = {
+            name: Address(_OUTPUTS, part.offset)
+            for name, part in (*self.csr_parts.items(), *self.schedule_parts.items())
+        }
+        self.bin_ptr = out["row_ptr"] if plan.passes == 1 else at["bin_ptr"]
 
         self.num_tiles = heads * plan.tiles
-        self.table = (q2k.data_ptr(), *q2k.stride(), width, plan.slots, heads, plan.tiles)
-        self.row_map = (at["q_start"], at["row_start"], at["blocks"], self.batch)
-        self.sums = (
+        self.table: tuple[Argument, ...] = (
+            Address(_Q2K),
+            *q2k.stride(),
+            width,
+            plan.slots,
+            heads,
+            plan.tiles,
+        )
+        self.row_map: tuple[Argument, ...] = (
+            at["q_start"],
+            at["row_start"],
+            at["blocks"],
+            self.batch,
+        )
+        self.sums: tuple[Argument, ...] = (
             at["counts"],
             plan.tiles,
             plan.bins,
@@ -188,33 +251,51 @@ class _Stages:
             self.bin_ptr,
             at["finished"],
         )
-        self.weigh = (*fused.split, at["weights"]) if fused else ()
-        split_slot, self.split_counts = (fused.split_slot, fused.split_counts) if fused else (0, 0)
-        self.ends = (csr.q_indices.data_ptr(), split_slot, at["row_q_start"], at["placed"])
+        self.weigh: tuple[Argument, ...] = ()
+        self.items: tuple[Argument, ...] = ()
+        if fused:
+            self.weigh = (*fused.split, at["weights"])
+            self.items = (fused.capacity, out["work_items"], out["num_items"])
+        split_slot: Argument = out.get("split_slot", NULL)
+        self.ends: tuple[Argument, ...] = (
+            out["q_indices"],
+            split_slot,
+            at["row_q_start"],
+            at["placed"],
+        )
+
+    def recipe(self) -> Recipe:
+        return Recipe(
+            steps=tuple(self.steps),
+            csr_parts=self.csr_parts,
+            csr_fields={"num_queries": self.num_queries, "table_width": self.width},
+            schedule_parts=self.schedule_parts,
+            schedule_fields=self.fused.fields if self.fused else {},
+            output_words=words({**self.csr_parts, **self.schedule_parts}),
+            workspace_words=-(-self.plan.num_bytes // 4),
+        )
 
     def map_rows(self) -> None:
-        cu_seqlens_q, cu_seqlens_k, seqused_k = (
-            None if x is None or not x.shape[0] else x.contiguous()
-            for x in (self.tables.cu_seqlens_q, self.tables.cu_seqlens_k, self.tables.seqused_k)
-        )
         capacity = self.tables.key_capacity
-        self.launch(
+        self._add(
             "build_row_map",
             1,
-            *(0 if x is None else x.data_ptr() for x in (cu_seqlens_q, cu_seqlens_k, seqused_k)),
+            Address(_CU_Q),
+            Address(_CU_K),
+            Address(_USED_K),
             self.batch,
-            min(self.csr.num_queries, INT32_MAX),
+            min(self.num_queries, INT32_MAX),
             min(self.tables.block_size, _INT62_MAX),
             -1 if capacity is None else min(capacity, INT32_MAX),
             self.tables.num_rows,
             *self.row_map[:3],
             self.at["finished"],
-            self.table[6] + self.num_weights,
-            self.csr.num_bad_edges.data_ptr(),
+            self.heads + self.num_weights,
+            self.out["num_bad_edges"],
         )
 
     def count_edges(self) -> None:
-        self.launch(
+        self._add(
             "hist",
             self.num_tiles + -(-self.tables.num_rows // THREADS),
             *self.table,
@@ -222,39 +303,39 @@ class _Stages:
             *self._digit(0),
             self.at["counts"],
             self.at["placed"],
-            self.csr.num_bad_edges.data_ptr(),
+            self.out["num_bad_edges"],
             self.tables.num_rows,
-            self.row_coords,
+            self.out["row_coords"],
             self.at["row_q_start"],
         )
 
     def place_edges(self) -> None:
         """Sort by row at once: the bins are the rows."""
-        scatter = self._scatter((0, self.edge_ids), self.ends)
+        scatter = self._scatter((NULL, self.out["edge_ids"]), self.ends)
         if self.fused is None:
             self._sum_up()
-            self.launch("scatter", self.num_tiles, *scatter)
+            self._add("scatter", self.num_tiles, *scatter)
             return
         blocks = self.fused.num_groups + self.num_tiles
-        self.launch("prefix_and_weigh", self._prefix_blocks(), *self.sums, *self.weigh)
-        self.launch(
-            "scatter_and_place", blocks, *scatter, self.row_coords, *self.weigh, *self.fused.items
+        self._add("prefix_and_weigh", self._prefix_blocks(), *self.sums, *self.weigh)
+        self._add(
+            "scatter_and_place", blocks, *scatter, self.out["row_coords"], *self.weigh, *self.items
         )
 
     def sort_edges(self) -> None:
         """Sort by the digits of the row, the lowest first; find the rows in the sorted list."""
         plan, at = self.plan, self.at
         into = (at["rows_0"], at["edges_0"])
-        middle = (0, 0, at["row_q_start"], at["placed"])
+        middle = (NULL, NULL, at["row_q_start"], at["placed"])
         self._sum_up()
-        self.launch("scatter", self.num_tiles, *self._scatter(into, middle))
-        for step in range(1, plan.passes):
-            is_last = step == plan.passes - 1
-            source, into = into, (at[f"rows_{step % 2}"], at[f"edges_{step % 2}"])
+        self._add("scatter", self.num_tiles, *self._scatter(into, middle))
+        for turn in range(1, plan.passes):
+            is_last = turn == plan.passes - 1
+            source, into = into, (at[f"rows_{turn % 2}"], at[f"edges_{turn % 2}"])
             if is_last:
-                into = (into[0], self.edge_ids)
-            slots, digit = (plan.slots, plan.tiles), self._digit(step)
-            self.launch(
+                into = (into[0], self.out["edge_ids"])
+            slots, digit = (plan.slots, plan.tiles), self._digit(turn)
+            self._add(
                 "hist_pairs",
                 self.num_tiles,
                 source[0],
@@ -264,11 +345,11 @@ class _Stages:
                 at["counts"],
             )
             self._sum_up()
-            self.launch(
+            self._add(
                 "scatter_pairs",
                 self.num_tiles,
                 *source,
-                self.csr.table_width,
+                self.width,
                 *slots,
                 *digit,
                 at["counts"],
@@ -278,54 +359,71 @@ class _Stages:
             )
         self._bound_rows(into[0])
 
-    def _bound_rows(self, rows: int) -> None:
-        heads, num_rows = self.table[6], self.tables.num_rows
+    def _bound_rows(self, rows: Argument) -> None:
+        heads, num_rows = self.heads, self.tables.num_rows
         blocks = -(-heads * (num_rows + 1) // THREADS)
         head_rows = (heads, num_rows)
-        values = (rows, self.plan.slots, self.bin_ptr, self.plan.bins, *head_rows, self.row_ptr)
+        values = (
+            rows,
+            self.plan.slots,
+            self.bin_ptr,
+            self.plan.bins,
+            *head_rows,
+            self.out["row_ptr"],
+        )
         if self.fused is None:
-            self.launch("row_bounds", blocks, *values)
+            self._add("row_bounds", blocks, *values)
             return
-        self.launch("row_bounds_and_weigh", blocks, *values, *self.weigh)
-        row_tables = (self.row_ptr, self.row_coords, *head_rows)
+        self._add("row_bounds_and_weigh", blocks, *values, *self.weigh)
+        row_tables = (self.out["row_ptr"], self.out["row_coords"], *head_rows)
         groups = self.fused.num_groups
-        self.launch("place", groups, *row_tables, *self.weigh, *self.fused.items)
+        self._add("place", groups, *row_tables, *self.weigh, *self.items)
+
+    def _add(self, name: str, blocks: int, *arguments: Argument) -> None:
+        self.steps.append(step(name, blocks, *arguments))
 
     def _sum_up(self) -> None:
-        self.launch("prefix", self._prefix_blocks(), *self.sums)
+        self._add("prefix", self._prefix_blocks(), *self.sums)
 
     def _prefix_blocks(self) -> int:
-        return self.table[6] * -(-self.plan.bins // 32)
+        return self.heads * -(-self.plan.bins // 32)
 
-    def _digit(self, step: int) -> tuple[int, int, int]:
-        return step * self.plan.bits, self.plan.bits, self.plan.bins
+    def _digit(self, turn: int) -> tuple[int, int, int]:
+        return turn * self.plan.bits, self.plan.bits, self.plan.bins
 
-    def _scatter(self, into: tuple[int, int], ends: tuple[int, ...]) -> tuple[int, ...]:
+    def _scatter(
+        self, into: tuple[Argument, Argument], ends: tuple[Argument, ...]
+    ) -> tuple[Argument, ...]:
         source = (*self.table, *self.row_map, *self._digit(0), self.at["counts"], self.bin_ptr)
-        return (*source, *into, *ends, self.split_counts)
+        return (*source, *into, *ends, self.out.get("split_counts", NULL))
 
 
 def lists_on_device(
-    q2k_indices: Tensor,
-    q2k_counts: Tensor,
-    num_kv_blocks: int,
-    *,
-    dense_rows: int,
-    launch: Launch,
+    q2k_indices: Tensor, q2k_counts: Tensor, num_kv_blocks: int, run: Run
 ) -> tuple[Tensor, Tensor]:
-    """Transpose block lists. There are lists, query blocks and KV blocks."""
+    """Transpose block lists by the steps of `lists_steps` for lists like these."""
+    batch, heads, num_q_blocks, _ = q2k_indices.shape
+    k2q_indices = q2k_indices.new_empty((batch, heads, num_kv_blocks, num_q_blocks))
+    k2q_counts = q2k_indices.new_empty((batch, heads, num_kv_blocks))
+    marks = q2k_indices.new_empty(batch * heads * -(-num_q_blocks // 32) * num_kv_blocks)
+    run(*(x.data_ptr() for x in (q2k_indices, q2k_counts, k2q_indices, k2q_counts, marks)))
+    return k2q_indices, k2q_counts
+
+
+def lists_steps(
+    q2k_indices: Tensor, q2k_counts: Tensor, num_kv_blocks: int, dense_rows: int
+) -> tuple[Step, Step]:
+    """Say how to transpose block lists of these shapes and strides; none is empty."""
     batch, heads, num_q_blocks, width = q2k_indices.shape
     words, kv_tiles = -(-num_q_blocks // 32), -(-num_kv_blocks // LISTS_KV)
     lists = batch * heads
-    k2q_indices = q2k_indices.new_empty((batch, heads, num_kv_blocks, num_q_blocks))
-    k2q_counts = q2k_indices.new_empty((batch, heads, num_kv_blocks))
-    marks = q2k_indices.new_empty((lists, words, num_kv_blocks))
-    launch(
+    ids, counts, k2q_indices, k2q_counts, marks = map(Address, range(5))
+    mark = step(
         "mark_lists",
         lists * words * kv_tiles,
-        q2k_indices.data_ptr(),
+        ids,
         *q2k_indices.stride(),
-        q2k_counts.data_ptr(),
+        counts,
         *q2k_counts.stride(),
         heads,
         num_q_blocks,
@@ -334,23 +432,22 @@ def lists_on_device(
         dense_rows,
         words,
         kv_tiles,
-        marks.data_ptr(),
+        marks,
     )
-    launch(
+    pack = step(
         "pack_lists",
         -(-lists * num_kv_blocks // (THREADS // 32)),
-        marks.data_ptr(),
+        marks,
         lists,
         num_q_blocks,
         num_kv_blocks,
         words,
-        k2q_indices.data_ptr(),
-        k2q_counts.data_ptr(),
+        k2q_indices,
+        k2q_counts,
     )
-    return k2q_indices, k2q_counts
+    return mark, pack
 
 
-@lru_cache(maxsize=1024)
 def _plan(
     shape: tuple[int, int, int], num_rows: int, batch: int, num_weights: int, is_wide: bool
 ) -> _Plan:

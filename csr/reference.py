@@ -22,13 +22,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_atten.cute_kernels.common.parts import Record
+
 EMPTY = -1  # marks unused slots, entries and rows
 
 INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
-class K2QCSR:
+class K2QCSR(Record):
     """For each KV head and KV block, the query tokens that chose the block.
 
     R is the number of rows that the caller made room for, E = Tq * K the number of slots of a

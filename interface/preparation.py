@@ -10,8 +10,12 @@ from sparse_atten.checks import check_values
 from sparse_atten.contracts import BlockSelection, Options, Selection, TokenSelection, validate
 from sparse_atten.csr import K2QCSR, row_bound
 from sparse_atten.cute_kernels.common.arguments import describe
+from sparse_atten.cute_kernels.common.memo import Memo, key_of
+from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
 from sparse_atten.cute_kernels.common.target import B200, target_of
 from sparse_atten.scheduler import Schedule, build_csr_and_schedule
+
+_NUMBERS: Memo[dict[str, int]] = Memo()
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,27 +76,43 @@ def prepare(
         )
     if not isinstance(selection, TokenSelection):
         raise TypeError(f"selection must be a TokenSelection, got {describe(selection)}")
+    key = key_of(q, k, num_sms, *vars(selection).values()) if runs_kernels(q) else None
+    numbers = None if key is None else _NUMBERS.find(key)
+    if numbers is None:
+        numbers = _check(selection, q, k, num_sms)
+        if key is not None:
+            _NUMBERS.keep(key, numbers)
+    csr, schedule = build_csr_and_schedule(
+        selection.q2k_indices,
+        selection.cu_seqlens_q,
+        selection.cu_seqlens_k,
+        seqused_k=selection.seqused_k,
+        **numbers,
+    )
+    return PreparedSelection(selection, csr, schedule)
+
+
+def _check(selection: TokenSelection, q: Tensor, k: Tensor, num_sms: int | None) -> dict[str, int]:
+    """Check a call, and return the numbers that `build_csr_and_schedule` takes."""
     problem = validate(q, k, k, selection, Options())
     if problem.device.type == "cpu":
         check_values(selection, problem)
     if num_sms is None:
         num_sms = (target_of(problem.device) or B200.target).num_sms
-
     block, pages = selection.block_size, selection.page_table
-    csr, schedule = build_csr_and_schedule(
-        selection.q2k_indices,
-        selection.cu_seqlens_q,
-        selection.cu_seqlens_k if pages is None else None,
-        num_q_heads=problem.num_q_heads,
-        num_sms=num_sms,
-        num_rows=row_bound(problem.batch, block, total_k=problem.num_keys)
-        if pages is None
-        else row_bound(problem.batch, block, max_seqlen_k=selection.max_seqlen_k),
-        block_size=block,
-        seqused_k=selection.seqused_k,
-        key_capacity=problem.num_keys if pages is None else pages.shape[1] * block,
-    )
-    return PreparedSelection(selection, csr, schedule)
+    if pages is None:
+        num_rows = row_bound(problem.batch, block, total_k=problem.num_keys)
+        key_capacity = problem.num_keys
+    else:
+        num_rows = row_bound(problem.batch, block, max_seqlen_k=selection.max_seqlen_k)
+        key_capacity = pages.shape[1] * block
+    return {
+        "num_q_heads": problem.num_q_heads,
+        "num_sms": num_sms,
+        "num_rows": num_rows,
+        "block_size": block,
+        "key_capacity": key_capacity,
+    }
 
 
 def selection_of(selection: Selection | PreparedSelection) -> Selection:

@@ -5,10 +5,12 @@ Usage: python perf/csr.py [--cases 4x8192 --repeats 30 ...] >> perf/results/csr.
 Method: one process. Results are first compared with the torch reference, bit for bit. Each call
 then takes the next of several input sets, which together pass the L2 cache; the schedule alone is
 made of one CSR. device_us is the time of one call inside a CUDA graph that holds a call for each
-set; eager_us the same without a graph, by events; host_us the time until the eager call returns.
-Kernels and the torch reference on the same GPU take turns. replay_us is the host time to replay a
-graph of one call. A call that cannot be captured has no graph's times. Figures are medians with
-the 20th and 80th percentile, in microseconds; one JSON line for each case.
+set; eager_us the same without a graph, by events; host_us the time until the eager call returns,
+over 32 calls or more but for the reference. Kernels and the torch reference on the same GPU take
+turns. prepare_read is prepare and every tensor of its result, which are made when first read.
+replay_us is the host time to replay a graph of one call. A call that cannot be captured has no
+graph's times. Figures are medians with the 20th and 80th percentile, in microseconds; one JSON line
+for each case.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from revision import git_revision
 from tqdm import tqdm
 
 import sparse_atten
-from sparse_atten import TokenSelection, prepare
+from sparse_atten import PreparedSelection, TokenSelection, prepare
 from sparse_atten.csr import build_k2q_csr, row_bound
 from sparse_atten.csr.reference import k2q_csr_of, key_lengths
 from sparse_atten.cute_kernels.common.target import product_of
@@ -144,6 +146,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> dict[str, object]
     prepared = prepare_call(case, cu_q, cu_k)
     if prepared is not None:
         calls["prepare"] = prepared
+        calls["prepare_read"] = lambda table: tensors_of(prepared(table))
 
     found = time_calls(calls, tables, arguments.repeats)
     torch.cuda.synchronize()
@@ -201,18 +204,27 @@ def by_torch(
 
 def prepare_call(
     case: Case, cu_q: torch.Tensor, cu_k: torch.Tensor
-) -> Callable[[torch.Tensor], object] | None:
+) -> Callable[[torch.Tensor], PreparedSelection] | None:
     """`prepare` on tensors of the case's shape; None where keys would take too much memory."""
     if case.batch * case.keys > 1 << 21:
         return None
     q = torch.zeros(case.queries, GROUP * case.heads, 128, dtype=torch.bfloat16, device="cuda")
     k = torch.zeros(case.batch * case.keys, case.heads, 128, dtype=torch.bfloat16, device="cuda")
 
-    def call(table: torch.Tensor) -> object:
+    def call(table: torch.Tensor) -> PreparedSelection:
         lengths = (case.queries // case.batch, case.keys)
         return prepare(TokenSelection(table, cu_q, cu_k, *lengths), q, k)
 
     return call
+
+
+def tensors_of(prepared: PreparedSelection) -> list[torch.Tensor]:
+    """Every tensor of a CSR and its schedule."""
+    csr, schedule = prepared.csr, prepared.schedule
+    return [
+        *(getattr(csr, name) for name in CSR_TENSORS),
+        *(getattr(schedule, name) for name in SCHEDULE_TENSORS),
+    ]
 
 
 def check(found: tuple[object, object], expected: tuple[object, object]) -> None:
@@ -237,12 +249,13 @@ def time_calls(
     for _ in tqdm(range(repeats), desc="repeats", file=sys.stderr):
         for name, call in calls.items():
             into = samples[name]
+            rounds = 1 if name == "torch_reference" else -(-MOST_SETS // len(tables))
 
-            def eager(call: Callable[[torch.Tensor], object] = call) -> None:
-                for table in tables:
+            def eager(call: Callable[[torch.Tensor], object] = call, rounds: int = rounds) -> None:
+                for table in tables * rounds:
                     call(table)
 
-            device, host = elapsed(eager, len(tables))
+            device, host = elapsed(eager, rounds * len(tables))
             into["eager_us"].append(device)
             into["host_us"].append(host)
             graph, one = graphs[name], single[name]

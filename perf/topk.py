@@ -160,13 +160,19 @@ def sweep_graphs(case: Case, inputs: list, options: dict) -> dict[str, torch.cud
                 columns=columns, forced=int(case.causal), group=group, items=items, threads=threads
             )
             plan.CONFIGS = (config, *shipped)
-            plan.make_plan.cache_clear()
+            forget_plans()
             graphs[f"ours-{group}x{items}-{threads}"] = capture(
                 lambda x: block_topk(x, case.k, dim=case.dim, **options), inputs
             )
     plan.CONFIGS = shipped
-    plan.make_plan.cache_clear()
+    forget_plans()
     return graphs
+
+
+def forget_plans() -> None:
+    """Let calls of known shapes choose among the configs anew."""
+    plan.make_plan.cache_clear()
+    sys.modules["sparse_atten.topk.block_topk"]._CALLS.clear()
 
 
 def capture(call: Callable, inputs: list[torch.Tensor]) -> torch.cuda.CUDAGraph:

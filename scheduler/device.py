@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from sparse_atten.csr import device as csr_device
-from sparse_atten.csr.device import THREADS, Fused, Launch, Tables, csr_on_device, launcher
+from sparse_atten.csr.device import (
+    THREADS,
+    Bind,
+    Fused,
+    Recipe,
+    Run,
+    Tables,
+    binder,
+    csr_recipe,
+    step,
+)
 from sparse_atten.csr.reference import K2QCSR
 from sparse_atten.cute_kernels.common.nvrtc import Program
+from sparse_atten.cute_kernels.common.parts import Part, lay_out, words
+from sparse_atten.cute_kernels.common.steps import Address, Step
 from sparse_atten.scheduler.reference import Schedule, Splitting
 
 STEP_ROWS = 1024  # rows that a CTA takes at a time
@@ -47,43 +60,78 @@ def preload(device: torch.device | str | int) -> None:
 
 
 @cache
-def launch_on(device: torch.device, is_wide: bool) -> Launch:
+def bind_on(device: torch.device, is_wide: bool) -> Bind:
     """Launches on the current stream of a device."""
-    return launcher(program(is_wide), SIGNATURES, device)
+    return binder(program(is_wide), SIGNATURES, device)
 
 
 def csr_and_schedule_on_device(
-    tables: Tables, splitting: Splitting, launch: Launch, *, is_wide: bool
+    tables: Tables, splitting: Splitting, bind: Bind, *, is_wide: bool
 ) -> tuple[K2QCSR, Schedule]:
     """Build both. No table is empty, and there are rows."""
-    q2k = tables.q2k_indices
-    heads, num_queries, width = q2k.shape
-    schedule = _empty_schedule(q2k.new_empty, (heads, num_queries, width), splitting)
+    recipe = csr_and_schedule_recipe(tables, splitting, is_wide)
+    return csr_and_schedule_by(recipe, bind(recipe.steps), tables)
+
+
+def csr_and_schedule_by(recipe: Recipe, run: Run, tables: Tables) -> tuple[K2QCSR, Schedule]:
+    """Build both by their recipe."""
+    outputs = recipe.run(run, tables)
+    csr = K2QCSR.in_parts(outputs, recipe.csr_parts, recipe.csr_fields)
+    return csr, Schedule.in_parts(outputs, recipe.schedule_parts, recipe.schedule_fields)
+
+
+def csr_and_schedule_recipe(tables: Tables, splitting: Splitting, is_wide: bool) -> Recipe:
+    """Say how to build both for tables of these shapes and strides."""
+    heads, num_queries, width = tables.q2k_indices.shape
     split, num_groups = _split(heads * tables.num_rows, splitting)
     fused = Fused(
         num_weights=num_groups * splitting.heaviest,
         split=split,
         num_groups=num_groups,
-        split_slot=schedule.split_slot.data_ptr(),
-        split_counts=schedule.split_counts.data_ptr(),
-        items=_items(schedule, splitting),
+        capacity=splitting.capacity,
+        outputs=_outputs((heads, num_queries, width), splitting),
+        fields={"target_q_per_cta": splitting.target},
     )
-    return csr_on_device(tables, launch, is_wide=is_wide, fused=fused), schedule
+    return csr_recipe(tables, is_wide, fused)
 
 
-def schedule_on_device(csr: K2QCSR, splitting: Splitting, launch: Launch) -> Schedule:
+@dataclass(frozen=True)
+class ScheduleRecipe:
+    """A schedule of a CSR without its addresses: launches, outputs, zeros to begin with."""
+
+    steps: tuple[Step, ...]
+    parts: Mapping[str, Part]
+    target: int
+    output_words: int
+    zero_words: int
+
+
+def schedule_on_device(csr: K2QCSR, splitting: Splitting, bind: Bind) -> Schedule:
     """Make the schedule of a CSR that has slots and rows."""
+    recipe = schedule_recipe(csr, splitting)
+    return schedule_by(recipe, bind(recipe.steps), csr)
+
+
+def schedule_by(recipe: ScheduleRecipe, run: Run, csr: K2QCSR) -> Schedule:
+    """Make the schedule of a CSR like that of the recipe."""
+    outputs = csr.q_indices.new_empty(recipe.output_words)
+    zeros = csr.q_indices.new_zeros(recipe.zero_words)
+    run(*(x.data_ptr() for x in (csr.edge_ids, csr.row_ptr, csr.row_coords, outputs, zeros)))
+    return Schedule.in_parts(outputs, recipe.parts, {"target_q_per_cta": recipe.target})
+
+
+def schedule_recipe(csr: K2QCSR, splitting: Splitting) -> ScheduleRecipe:
+    """Say how to make the schedule of a CSR of these shapes."""
     heads, slots = csr.edge_ids.shape
     num_rows, width = csr.row_coords.shape[0], csr.table_width
-    shape = (heads, csr.num_queries, width)
-    schedule = _empty_schedule(csr.q_indices.new_empty, shape, splitting)
+    parts = lay_out(_outputs((heads, csr.num_queries, width), splitting))
+    edge_ids, row_ptr, row_coords = map(Address, range(3))
+    out = {name: Address(3, part.offset) for name, part in parts.items()}
     split, num_groups = _split(heads * num_rows, splitting)
     num_bits = heads * -(-slots // 32)
-    zeros = csr.q_indices.new_zeros(num_bits + num_groups * splitting.heaviest)
-    placed, weights = zeros.data_ptr(), zeros.data_ptr() + 4 * num_bits
+    placed, weights = Address(4), Address(4, 4 * num_bits)
     entry_blocks = -(-heads * slots // THREADS)
-    row_ptr, edge_ids = csr.row_ptr.data_ptr(), csr.edge_ids.data_ptr()
-    launch(
+    mark = step(
         "mark_edges",
         entry_blocks + -(-heads * num_rows // THREADS),
         edge_ids,
@@ -96,7 +144,7 @@ def schedule_on_device(csr: K2QCSR, splitting: Splitting, launch: Launch) -> Sch
         *split,
         weights,
     )
-    launch(
+    place = step(
         "number_and_place",
         num_groups + entry_blocks + -(-heads * csr.num_queries // THREADS),
         edge_ids,
@@ -105,33 +153,37 @@ def schedule_on_device(csr: K2QCSR, splitting: Splitting, launch: Launch) -> Sch
         heads,
         entry_blocks,
         placed,
-        schedule.split_slot.data_ptr(),
-        schedule.split_counts.data_ptr(),
+        out["split_slot"],
+        out["split_counts"],
         row_ptr,
-        csr.row_coords.data_ptr(),
+        row_coords,
         num_rows,
         *split,
         weights,
-        *_items(schedule, splitting),
+        splitting.capacity,
+        out["work_items"],
+        out["num_items"],
     )
-    return schedule
+    return ScheduleRecipe(
+        steps=(mark, place),
+        parts=parts,
+        target=splitting.target,
+        output_words=words(parts),
+        zero_words=num_bits + num_groups * splitting.heaviest,
+    )
 
 
-def _empty_schedule(
-    new_empty: Callable[..., torch.Tensor], shape: tuple[int, int, int], splitting: Splitting
-) -> Schedule:
+def _outputs(
+    shape: tuple[int, int, int], splitting: Splitting
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of a schedule's tensors for a table [Hkv, Tq, K]."""
     heads, num_queries, width = shape
-    return Schedule(
-        work_items=new_empty((splitting.capacity, 6)),
-        num_items=new_empty(1),
-        split_slot=new_empty((heads, num_queries * width)),
-        split_counts=new_empty((num_queries, heads)),
-        target_q_per_cta=splitting.target,
-    )
-
-
-def _items(schedule: Schedule, splitting: Splitting) -> tuple[int, int, int]:
-    return splitting.capacity, schedule.work_items.data_ptr(), schedule.num_items.data_ptr()
+    return {
+        "work_items": ((splitting.capacity, 6), torch.int32),
+        "num_items": ((1,), torch.int32),
+        "split_slot": ((heads, num_queries * width), torch.int32),
+        "split_counts": ((num_queries, heads), torch.int32),
+    }
 
 
 def _split(rows: int, splitting: Splitting) -> tuple[tuple[int, ...], int]:

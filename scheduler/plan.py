@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import Tensor
 
 from sparse_atten.csr.build import check_tables, csr_of
-from sparse_atten.csr.device import Tables
+from sparse_atten.csr.device import Recipe, Run, Tables
 from sparse_atten.csr.reference import INT32_MAX, K2QCSR
-from sparse_atten.cute_kernels.common.arguments import describe, expect_int
+from sparse_atten.cute_kernels.common.arguments import describe
+from sparse_atten.cute_kernels.common.memo import Memo, key_of
 from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
 from sparse_atten.scheduler.device import (
-    csr_and_schedule_on_device,
-    launch_on,
-    schedule_on_device,
+    ScheduleRecipe,
+    bind_on,
+    csr_and_schedule_by,
+    csr_and_schedule_recipe,
+    schedule_by,
+    schedule_recipe,
 )
 from sparse_atten.scheduler.reference import Schedule, schedule_of, splitting_of
 
-# For real tensors only: sizes that are being traced have no hash.
-_known_splitting = lru_cache(maxsize=1024, typed=True)(splitting_of)
+_SCHEDULES: Memo[tuple[ScheduleRecipe, Run]] = Memo()
+_BOTH: Memo[tuple[Recipe, Run]] = Memo()
 
 
 def build_schedule(csr: K2QCSR, *, num_q_heads: int, num_sms: int) -> Schedule:
@@ -58,15 +60,21 @@ def build_schedule(csr: K2QCSR, *, num_q_heads: int, num_sms: int) -> Schedule:
     """
     if not isinstance(csr, K2QCSR):
         raise TypeError(f"csr must be a K2QCSR, got {describe(csr)}")
+    on_device = runs_kernels(csr.edge_ids)
+    if on_device:
+        fields = csr.edge_ids, csr.row_ptr, csr.row_coords, csr.num_queries, csr.table_width
+        key = key_of(*fields, num_q_heads, num_sms)
+        known = _SCHEDULES.find(key)
+        if known is not None:
+            return schedule_by(*known, csr)
     num_kv_heads, num_slots = csr.edge_ids.shape
     num_rows = csr.row_coords.shape[0]
-    shape, on_device = (num_kv_heads, csr.num_queries, csr.table_width), runs_kernels(csr.edge_ids)
-    splitting = (_known_splitting if on_device else splitting_of)(
-        shape, num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
-    )
+    shape = (num_kv_heads, csr.num_queries, csr.table_width)
+    splitting = splitting_of(shape, num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms)
     if on_device and num_kv_heads * num_slots * num_rows:
-        is_wide = num_slots > INT32_MAX
-        return schedule_on_device(csr, splitting, launch_on(csr.edge_ids.device, is_wide))
+        recipe = schedule_recipe(csr, splitting)
+        run = bind_on(csr.edge_ids.device, num_slots > INT32_MAX)(recipe.steps)
+        return schedule_by(*_SCHEDULES.keep(key, (recipe, run)), csr)
     return schedule_of(csr, splitting)
 
 
@@ -112,23 +120,27 @@ def build_csr_and_schedule(
     rows, at most ``Hkv * 2.7 * E`` bytes up to 1280 rows, ``Hkv * 14.7 * E`` up to 2^20 and
     ``Hkv * 18.7 * E`` beyond; ``4 * R + 24 * B``; and 15 KiB for each head and 128 KiB. Indices of
     64 bits, where E >= 2^31, double the parts that hold them.
+
+    On a GPU all tensors of the results lie in one allocation, each made when it is first read, and
+    a call like an earlier one (layouts of the tensors, numbers) finds its checks and launches done.
     """
-    check_tables(q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    expect_int("block_size", block_size, 1)
-    expect_int("num_rows", num_rows, 0, INT32_MAX)
-    if key_capacity is not None:
-        expect_int("key_capacity", key_capacity, 0)
-    heads, num_queries, width = q2k_indices.shape
-    shape, on_device = (heads, num_queries, width), runs_kernels(q2k_indices)
-    splitting = (_known_splitting if on_device else splitting_of)(
-        shape, num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
-    )
     tables = Tables(
         q2k_indices, cu_seqlens_q, cu_seqlens_k, seqused_k, block_size, num_rows, key_capacity
     )
-    if on_device and heads * num_queries * width * num_rows:
-        is_wide = tables.is_wide
-        launch = launch_on(q2k_indices.device, is_wide)
-        return csr_and_schedule_on_device(tables, splitting, launch, is_wide=is_wide)
+    on_device = runs_kernels(q2k_indices)
+    if on_device:
+        key = key_of(*tables, num_q_heads, num_sms)
+        known = _BOTH.find(key)
+        if known is not None:
+            return csr_and_schedule_by(*known, tables)
+    check_tables(tables)
+    heads, num_queries, width = q2k_indices.shape
+    splitting = splitting_of(
+        (heads, num_queries, width), num_rows=num_rows, num_q_heads=num_q_heads, num_sms=num_sms
+    )
+    if on_device and q2k_indices.numel() and num_rows:
+        recipe = csr_and_schedule_recipe(tables, splitting, tables.is_wide)
+        run = bind_on(q2k_indices.device, tables.is_wide)(recipe.steps)
+        return csr_and_schedule_by(*_BOTH.keep(key, (recipe, run)), tables)
     csr = csr_of(tables)
     return csr, schedule_of(csr, splitting)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparse_atten.csr.reference import EMPTY, K2QCSR
 from sparse_atten.cute_kernels.common.arguments import expect_int
+from sparse_atten.cute_kernels.common.parts import Record
 
 MMA_ROWS = 128  # rows of a tile: query tokens times the heads of a group
 ITEMS_PER_SM = 8  # equal items for each SM, so that the last to finish adds at most 1/8
@@ -25,7 +26,7 @@ MAX_TILES = 128  # K and V are less than 1/100 of the traffic of such an item
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(Record):
     """The work items of one KV-outer attention call, and where each of its partials goes.
 
     E = Tq * K is the number of slots of a head's table, as in `K2QCSR`. Whatever is not used is -1

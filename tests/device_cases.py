@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from unittest import mock
@@ -11,9 +11,11 @@ import torch
 from emulation import emulator
 from torch import Tensor
 
-from sparse_atten.csr import row_bound
-from sparse_atten.csr.device import KERNEL_THREADS, THREADS, Launch, Tables
+from sparse_atten.csr import K2QCSR, row_bound
+from sparse_atten.csr.device import Bind, Run, Tables
 from sparse_atten.cute_kernels.common.nvrtc import Program
+from sparse_atten.cute_kernels.common.steps import Step
+from sparse_atten.scheduler import Schedule
 
 EDGE_LENGTHS = (1, 127, 128, 129, 0, 300)
 CSR_TENSORS = ("row_ptr", "q_indices", "edge_ids", "row_coords", "num_bad_edges")
@@ -308,7 +310,7 @@ def ptx_of(program: Program) -> str:
 
 
 @contextmanager
-def emulated(program: Program, schedule: dict[str, int]) -> Iterator[Launch]:
+def emulated(program: Program, schedule: dict[str, int]) -> Iterator[Bind]:
     """Launch under the emulator; outputs and workspaces are poisoned and lie between guards."""
     emu = emulator()
     memory: list[Tensor] = []
@@ -322,10 +324,16 @@ def emulated(program: Program, schedule: dict[str, int]) -> Iterator[Launch]:
         inside.fill_(fill)
         return inside.view(dtype).view(shape)
 
-    def launch(name: str, blocks: int, *values: int) -> None:
-        threads = KERNEL_THREADS.get(name, THREADS)
-        result = emu.run_ptx(ptx_of(program), name, blocks, threads, 0, list(values), **schedule)
-        assert not result["warnings"], result["warnings"]
+    def bind(steps: Sequence[Step]) -> Run:
+        def run(*bases: int) -> None:
+            for step in steps:
+                shape = step.grid, step.block, step.shared_bytes
+                result = emu.run_ptx(
+                    ptx_of(program), step.kernel, *shape, step.values(bases), **schedule
+                )
+                assert not result["warnings"], result["warnings"]
+
+        return run
 
     with (
         mock.patch.object(
@@ -335,11 +343,21 @@ def emulated(program: Program, schedule: dict[str, int]) -> Iterator[Launch]:
             Tensor, "new_zeros", lambda x, shape, dtype=None: allocate(x, shape, 0, dtype)
         ),
     ):
-        yield launch
+        yield bind
     assert memory
     for block in memory:
         assert (block[:128] == 0xA5).all()
         assert (block[-128:] == 0xA5).all()
+
+
+def assert_gaps_untouched(*records: K2QCSR | Schedule) -> None:
+    """Between the tensors of an emulated call, which share an allocation, its poison stands."""
+    allocation = records[0]._allocation.view(torch.uint8)
+    outside = torch.ones(allocation.shape, dtype=torch.bool)
+    for record in records:
+        for part in record._parts.values():
+            outside[part.offset : part.end] = False
+    assert (allocation[outside] == 0x5A).all()
 
 
 def assert_same(found: object, expected: object, names: tuple[str, ...]) -> None:

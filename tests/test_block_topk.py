@@ -15,7 +15,7 @@ import torch
 from emulation import SCHEDULES, emulator
 
 from sparse_atten.topk import block_topk, plan, preload
-from sparse_atten.topk.block_topk import _layout, kernel_arguments
+from sparse_atten.topk.block_topk import _layout, step_of
 from sparse_atten.topk.reference import check_request, largest_blocks
 
 NAN, INF, TINY = math.nan, math.inf, 2.0**-149
@@ -239,9 +239,9 @@ def emulate(case: dict, schedule: dict) -> tuple[torch.Tensor, torch.Tensor]:
     )
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     for launch in made.launches:
-        values = list(kernel_arguments(launch, pointers, width))
-        shape = launch.grid, launch.block, launch.shared_bytes
-        emu.run_ptx(ptx(launch.config), launch.kernel, *shape, values, **schedule)
+        step = step_of(launch, width)
+        shape = step.grid, step.block, step.shared_bytes
+        emu.run_ptx(ptx(launch.config), step.kernel, *shape, step.values(pointers), **schedule)
     return indices, counts
 
 
@@ -336,7 +336,7 @@ def test_offsets_past_32_bits():
         (5, 4, 3, 2, 64), (2**40, 2**36, 2**34, 64, 1)
     )
     made, width = plan_of({"scores": scores, "k": 4})
-    starts = [kernel_arguments(launch, [0] * 6, width)[0] for launch in made.launches]
+    starts = [step_of(launch, width).values([0] * 6)[0] for launch in made.launches]
     assert starts == [4 * 2**40 * i for i in range(5)]
 
 

@@ -11,6 +11,7 @@ from device_cases import (
     CASES,
     CSR_TENSORS,
     SCHEDULES,
+    assert_gaps_untouched,
     assert_same,
     emulated,
     int32,
@@ -30,6 +31,7 @@ from sparse_atten.csr.device import (
     _plan,
     csr_on_device,
     lists_on_device,
+    lists_steps,
     program,
 )
 from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
@@ -58,8 +60,10 @@ def test_signatures_are_those_of_the_kernels():
 
 
 def emulate(tables, schedule, is_wide=False):
-    with emulated(program(is_wide), schedule) as launch:
-        return csr_on_device(tables, launch, is_wide=is_wide)
+    with emulated(program(is_wide), schedule) as bind:
+        csr = csr_on_device(tables, bind, is_wide=is_wide)
+    assert_gaps_untouched(csr)
+    return csr
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != THREE_PASSES])
@@ -143,8 +147,9 @@ def test_emulated_lists_equal_the_reference(shape, num_kv, dense_rows):
     expected = transpose_block_lists(ids, counts, num_kv, dense_rows=dense_rows)
     strided = ids.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
     for table, schedule in ((ids, SCHEDULES[2]), (strided, SCHEDULES[4])):
-        with emulated(program(False), schedule) as launch:
-            found = lists_on_device(table, counts, num_kv, dense_rows=dense_rows, launch=launch)
+        with emulated(program(False), schedule) as bind:
+            run = bind(lists_steps(table, counts, num_kv, dense_rows))
+            found = lists_on_device(table, counts, num_kv, run)
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import threading
 
 import pytest
 import torch
 from emulation import SCHEDULES, emulator
 
-from sparse_atten.cute_kernels.common.nvrtc import CompileError, Program
+from sparse_atten.cute_kernels.common import nvrtc
+from sparse_atten.cute_kernels.common.nvrtc import CompileError, Kernel, Program
+from sparse_atten.cute_kernels.common.steps import Address, Launches, Step
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
 
@@ -137,6 +141,95 @@ def test_the_ptx_runs_on_an_emulator(schedule):
     assert (y[150:] == -1).all()
 
 
+class FakeDriver:
+    """What `Kernel` and `Launches` ask of the driver; keeps the parameters of each launch."""
+
+    def __init__(self, monkeypatch, signatures):
+        from cuda.bindings import driver
+
+        self.results, self.signatures, self.statuses = driver.CUresult, signatures, []
+        self.launched, self.contexts = [], []
+        self.index = 1
+        success = self.results.CUDA_SUCCESS
+        for name, stand_in in {
+            "cuModuleGetFunction": lambda _, name: (success, name.decode()),
+            "cuFuncGetParamInfo": self._parameter,
+            "cuCtxPushCurrent": lambda _: (success,),
+            "cuCtxPopCurrent": lambda: (success, None),
+            "cuCtxSetCurrent": lambda context: (self.contexts.append(context) or success,),
+            "cuLaunchKernel": self._launch,
+        }.items():
+            monkeypatch.setattr(driver, name, stand_in)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.index)
+        monkeypatch.setattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False
+        )
+
+    def kernel(self, name):
+        """Return a kernel with the signature of its name."""
+        signature = "".join(self.signatures[name])
+        return Kernel(name, signature, self.index, nvrtc._Module("module", "context"), 0)
+
+    def _parameter(self, function, i):
+        if i == len(self.signatures[function]):
+            return self.results.CUDA_ERROR_INVALID_VALUE, 0, 0
+        return self.results.CUDA_SUCCESS, 0, struct.calcsize(self.signatures[function][i])
+
+    def _launch(self, function, *shape_and_rest):
+        *shape, stream, parameters, extra = shape_and_rest
+        assert (stream, extra) == (71, 0)
+        status = self.statuses.pop(0) if self.statuses else self.results.CUDA_SUCCESS
+        if not status:
+            codes = self.signatures[function]
+            places = (ctypes.c_void_p * len(codes)).from_address(parameters)
+            values = [
+                struct.unpack(code, ctypes.string_at(place, struct.calcsize(code)))[0]
+                for code, place in zip(codes, places, strict=True)
+            ]
+            self.launched.append((function, tuple(shape), values))
+        return (status,)
+
+
+CODES = {"one": ("P", "i", "q", "5s", "P", "f"), "two": ("I", "P", "P"), "three": ()}
+STEPS = (
+    Step("one", (1, 2, 3), (4, 5, 6), (Address(0), -7, 2**40, b"bytes", Address(1, 24), 0.5), 8),
+    Step("two", (9, 1, 1), (32, 1, 1), (2**32 - 1, Address(1, 24), 0)),
+    Step("three", (1, 1, 1), (1, 1, 1), ()),
+    Step("two", (9, 1, 1), (32, 1, 1), (1, Address(0), Address(2, 2**41))),
+)
+
+
+def test_launches_pass_the_arguments_of_their_steps(monkeypatch):
+    fake = FakeDriver(monkeypatch, CODES)
+    launches = Launches([fake.kernel(step.kernel) for step in STEPS], STEPS)
+    for bases in ((2**60, 2**33, 8), (16, 0, 2**50)):
+        launches(*bases)
+        wanted = [
+            (step.kernel, (*step.grid, *step.block, step.shared_bytes), step.values(bases))
+            for step in STEPS
+        ]
+        assert fake.launched == wanted
+        fake.launched.clear()
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    fake = FakeDriver(monkeypatch, CODES)
+    launches = Launches([fake.kernel("two")], STEPS[1:2])
+    fake.statuses = [fake.results.CUDA_ERROR_INVALID_CONTEXT]
+    launches(0, 100)
+    assert fake.contexts == ["context"]
+    assert fake.launched == [("two", (9, 1, 1, 32, 1, 1, 0), [2**32 - 1, 124, 0])]
+    fake.statuses = [fake.results.CUDA_ERROR_INVALID_CONTEXT, fake.results.CUDA_ERROR_NO_DEVICE]
+    with pytest.raises(RuntimeError, match=r"launch of two with grid \(9, 1, 1\).*NO_DEVICE"):
+        launches(0, 100)
+
+
+def test_a_step_must_match_its_kernel(monkeypatch):
+    fake = FakeDriver(monkeypatch, CODES)
+    with pytest.raises(ValueError, match="shorter than"):
+        Launches([fake.kernel("two")], [Step("two", (1, 1, 1), (1, 1, 1), (1, 2))])
+
+
 def launch_scale(kernel, x, y, add=1):
     blocks = -(-x.numel() // 64)
     kernel((blocks, 1, 1), (64, 1, 1), x.data_ptr(), y.data_ptr(), x.numel(), add, 2.0)
@@ -214,6 +307,30 @@ def test_threads_share_a_kernel():
         thread.join()
     for i, y in enumerate(outputs):
         assert torch.equal(y, x * 2 + i)
+
+
+@pytest.mark.gpu
+def test_threads_share_launches():
+    """Each thread's first launch finds no context; addresses of one never reach another."""
+    x = torch.randn(300, device="cuda")
+    step = Step("scale", (5, 1, 1), (64, 1, 1), (Address(0), Address(1), x.numel(), 3, 2.0))
+    launches = Launches([scale_program().kernel("scale", "PPqif", "cuda")], [step])
+    inputs = [x + i for i in range(8)]
+    outputs = [torch.empty_like(x) for _ in range(8)]
+    torch.cuda.synchronize()
+
+    def work(i):
+        for _ in range(200):
+            launches(inputs[i].data_ptr(), outputs[i].data_ptr())
+        torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for x, y in zip(inputs, outputs, strict=True):
+        assert torch.equal(y, x * 2 + 3)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from device_cases import (
     CSR_TENSORS,
     SCHEDULE_TENSORS,
     SCHEDULES,
+    assert_gaps_untouched,
     assert_same,
     emulated,
     int32,
@@ -74,8 +75,9 @@ def test_signatures_are_those_of_the_kernels():
 
 def check_fused(tables, split, schedule, is_wide=False):
     expected = csr_of(tables)
-    with emulated(program(is_wide), schedule) as launch:
-        csr, found = csr_and_schedule_on_device(tables, split, launch, is_wide=is_wide)
+    with emulated(program(is_wide), schedule) as bind:
+        csr, found = csr_and_schedule_on_device(tables, split, bind, is_wide=is_wide)
+    assert_gaps_untouched(csr, found)
     assert_same(csr, expected, CSR_TENSORS)
     assert_same(found, schedule_of(expected, split), SCHEDULE_TENSORS)
     assert found.target_q_per_cta == split.target
@@ -85,8 +87,9 @@ def check_alone(tables, split, schedule, is_wide=False):
     csr = csr_of(tables)
     if is_wide:
         csr = dataclasses.replace(csr, row_ptr=csr.row_ptr.long(), edge_ids=csr.edge_ids.long())
-    with emulated(program(is_wide), schedule) as launch:
-        found = schedule_on_device(csr, split, launch)
+    with emulated(program(is_wide), schedule) as bind:
+        found = schedule_on_device(csr, split, bind)
+    assert_gaps_untouched(found)
     assert_same(found, schedule_of(csr, split), SCHEDULE_TENSORS)
 
 
@@ -133,8 +136,8 @@ def test_emulated_weights_of_every_size(target):
     slots = lists.shape[1] * lists.shape[2]
     split = Splitting(target, 1, 2 * (slots + 131 * (target - 1)) // target)
     check_fused(tables, split, SCHEDULES[2])
-    with emulated(program(False), SCHEDULES[4]) as launch:
-        found = schedule_on_device(csr, split, launch)
+    with emulated(program(False), SCHEDULES[4]) as bind:
+        found = schedule_on_device(csr, split, bind)
     assert_same(found, schedule_of(csr, split), SCHEDULE_TENSORS)
 
 
@@ -143,10 +146,10 @@ def test_emulated_overflow_traps_before_it_writes():
     csr = csr_of(tables)
     split = splitting(tables, 16, 4)
     needed = schedule_of(csr, split).num_items.item()
-    with emulated(program(False), {}) as launch:
-        schedule_on_device(csr, split._replace(capacity=needed), launch)
+    with emulated(program(False), {}) as bind:
+        schedule_on_device(csr, split._replace(capacity=needed), bind)
         with pytest.raises(emulator().EmuError, match="trap"):
-            schedule_on_device(csr, split._replace(capacity=needed - 1), launch)
+            schedule_on_device(csr, split._replace(capacity=needed - 1), bind)
 
 
 @pytest.mark.parametrize("rows", [1, 1024, 1025, 2**18, 2**18 + 1, 2**26 + 3])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparse_atten.cute_kernels.common.memo import Memo, key_of
 from sparse_atten.cute_kernels.common.nvrtc import Kernel, runs_kernels
+from sparse_atten.cute_kernels.common.steps import Address, Launches, Step
 from sparse_atten.topk.plan import (
     CONFIGS,
     MAX_BLOCKS,
@@ -19,6 +23,21 @@ from sparse_atten.topk.plan import (
     program,
 )
 from sparse_atten.topk.reference import Request, check_request, largest_blocks
+
+# What the addresses of a step count from.
+_SCORES, _VALID, _LOCAL, _INDICES, _COUNTS, _WORKSPACE = range(6)
+
+
+class _Call(NamedTuple):
+    """What kernels need for a call but its addresses."""
+
+    indices_shape: tuple[int, ...]
+    counts_shape: tuple[int, ...]
+    workspace_bytes: int
+    run: Callable[..., None] | None  # None where there are no rows
+
+
+_CALLS: Memo[_Call] = Memo()
 
 
 def block_topk(
@@ -94,21 +113,36 @@ def block_topk(
 
     Sources: MSA (arXiv 2606.13392) for forced local blocks, VSA (arXiv 2505.13389) for regions.
     """
-    request = check_request(
+
+    def check() -> Request:
+        return check_request(
+            scores,
+            k,
+            dim=dim,
+            valid_counts=valid_counts,
+            local_blocks=local_blocks,
+            first_blocks=first_blocks,
+            last_blocks=last_blocks,
+            regions=regions,
+            keep_spans=keep_spans,
+        )
+
+    if runs_kernels(scores):
+        # A list of spans is no key, what the checks make of it is.
+        request = None if regions is None and keep_spans == () else check()
+        numbers = k, dim, first_blocks, last_blocks
+        key = key_of(scores, valid_counts, local_blocks, *numbers, request)
+        call = _CALLS.find(key)
+        if call is None:
+            request = check()
+            if scores.shape[request.dim] <= MAX_BLOCKS:
+                tables, forced = (valid_counts, local_blocks), (first_blocks, last_blocks)
+                call = _CALLS.keep(key, _call_of(scores, request, tables, forced))
+        if call is not None:
+            return _launch_kernels(call, scores, valid_counts, local_blocks)
+    return largest_blocks(
         scores,
-        k,
-        dim=dim,
-        valid_counts=valid_counts,
-        local_blocks=local_blocks,
-        first_blocks=first_blocks,
-        last_blocks=last_blocks,
-        regions=regions,
-        keep_spans=keep_spans,
-    )
-    choose = _launch_kernels if _has_kernels(scores, request) else largest_blocks
-    return choose(
-        scores,
-        request,
+        check(),
         valid_counts=valid_counts,
         local_blocks=local_blocks,
         first_blocks=first_blocks,
@@ -126,75 +160,73 @@ def preload(device: torch.device | str | int) -> None:
         program(config).preload(device)
 
 
-def _has_kernels(scores: Tensor, request: Request) -> bool:
-    return runs_kernels(scores) and scores.shape[request.dim] <= MAX_BLOCKS
+def step_of(launch: Launch, width: int) -> Step:
+    """Turn a launch into a step.
 
-
-def _launch_kernels(
-    scores: Tensor,
-    request: Request,
-    *,
-    valid_counts: Tensor | None,
-    local_blocks: Tensor | None,
-    first_blocks: int,
-    last_blocks: int,
-) -> tuple[Tensor, Tensor]:
-    """Run the kernels on checked arguments."""
-    device = scores.device
-    shape = tuple(scores.shape)
-    rows = shape[: request.dim] + shape[request.dim + 1 :]
-    indices = torch.empty((*rows, request.width), dtype=torch.int32, device=device)
-    counts = torch.empty(rows, dtype=torch.int32, device=device)
-    if counts.numel() == 0:
-        return indices, counts
-    plan = make_plan(
-        request,
-        shape,
-        scores.stride(),
-        valid=_layout(valid_counts),
-        local=_layout(local_blocks),
-        first_blocks=first_blocks,
-        last_blocks=last_blocks,
-    )
-    workspace = None
-    if plan.workspace_bytes:
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
-    tensors = (scores, valid_counts, local_blocks, indices, counts, workspace)
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    for launch in plan.launches:
-        kernel = _kernel(launch.config, launch.kernel, device)
-        values = kernel_arguments(launch, pointers, request.width)
-        kernel(launch.grid, launch.block, *values, shared_bytes=launch.shared_bytes)
-    return indices, counts
-
-
-def kernel_arguments(
-    launch: Launch, pointers: Sequence[int], width: int
-) -> tuple[int | bytes, ...]:
-    """Parameters of a launch, in order.
+    A call gives addresses of scores, valid counts, local blocks, indices, counts and workspace.
 
     Parameters
     ----------
     launch : Launch
         From `make_plan`.
-    pointers : sequence of int
-        Addresses of scores, valid counts, local blocks, indices, counts and workspace; 0 = none.
     width : int
         Slots of a row.
     """
-    scores, valid, local, indices, counts, workspace = pointers
-    if any(launch.offsets):
-        by_score, by_valid, by_local, by_row = launch.offsets
-        scores += 4 * by_score
-        valid += 4 * by_valid
-        local += 4 * by_local
-        indices += 4 * by_row * width
-        counts += 4 * by_row
+    by_score, by_valid, by_local, by_row = launch.offsets
+    scores = Address(_SCORES, 4 * by_score)
+    valid = Address(_VALID, 4 * by_valid)
+    local = Address(_LOCAL, 4 * by_local)
+    outputs = Address(_INDICES, 4 * by_row * width), Address(_COUNTS, 4 * by_row)
+    workspace = Address(_WORKSPACE)
+    tensors: tuple[Address, ...] = (scores, valid, local, *outputs)
     if launch.kernel == "block_topk_parts":
-        return scores, valid, local, workspace, launch.plan, *launch.scalars
-    if launch.kernel == "block_topk_merge":
-        return workspace, indices, counts, launch.plan, *launch.scalars
-    return scores, valid, local, indices, counts, launch.plan, *launch.scalars
+        tensors = (scores, valid, local, workspace)
+    elif launch.kernel == "block_topk_merge":
+        tensors = (workspace, *outputs)
+    arguments: tuple[Address | bytes | int, ...] = (*tensors, launch.plan, *launch.scalars)
+    return Step(launch.kernel, launch.grid, launch.block, arguments, launch.shared_bytes)
+
+
+def _call_of(
+    scores: Tensor,
+    request: Request,
+    tables: tuple[Tensor | None, Tensor | None],
+    forced: tuple[int, int],
+) -> _Call:
+    """Plan a checked call, and lay out its launches."""
+    shape = tuple(scores.shape)
+    rows = shape[: request.dim] + shape[request.dim + 1 :]
+    if not prod(rows):
+        return _Call((*rows, request.width), rows, 0, None)
+    valid, local = map(_layout, tables)
+    plan = make_plan(
+        request,
+        shape,
+        scores.stride(),
+        valid=valid,
+        local=local,
+        first_blocks=forced[0],
+        last_blocks=forced[1],
+    )
+    kernels = [_kernel(launch.config, launch.kernel, scores.device) for launch in plan.launches]
+    run = Launches(kernels, [step_of(launch, request.width) for launch in plan.launches])
+    return _Call((*rows, request.width), rows, plan.workspace_bytes, run)
+
+
+def _launch_kernels(
+    call: _Call, scores: Tensor, valid: Tensor | None, local: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    indices_shape, counts_shape, workspace_bytes, run = call
+    device = scores.device
+    indices = torch.empty(indices_shape, dtype=torch.int32, device=device)
+    counts = torch.empty(counts_shape, dtype=torch.int32, device=device)
+    workspace = None
+    if workspace_bytes:
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+    if run is not None:
+        tensors = scores, valid, local, indices, counts, workspace
+        run(*[0 if x is None else x.data_ptr() for x in tensors])
+    return indices, counts
 
 
 def _layout(tensor: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

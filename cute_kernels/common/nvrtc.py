@@ -7,8 +7,10 @@ once for each device, and a `Kernel` launches on torch's current stream of its d
     PROGRAM = Program.read(Path(__file__).with_name("scale.cu"), ITEMS=4)
     PROGRAM.compile((9, 0)).resources["scale"].registers           # anywhere
     PROGRAM.preload(x.device)                                      # before a CUDA graph capture
-    kernel = PROGRAM.kernel("scale", "PPqf", x.device)             # keep it: the look-up costs
+    kernel = PROGRAM.kernel("scale", "PPqf", x.device)
     kernel(grid, block, x.data_ptr(), y.data_ptr(), x.numel(), 0.5)
+
+What is launched often is laid out once, as `Launches` of steps.py.
 
 A signature has one code for each kernel parameter, as in the struct module: P pointer, q int64,
 i int32, I uint32, f float, 24s a struct of 24 bytes. It is compared with the parameters of the
@@ -17,7 +19,6 @@ loaded kernel. Kernels are declared ``extern "C" __global__``.
 
 from __future__ import annotations
 
-import ctypes
 import re
 import struct
 import threading
@@ -33,6 +34,7 @@ import torch
 
 from sparse_atten.cute_kernels.common.cache import cache_key, cached
 from sparse_atten.cute_kernels.common.env import dump_dir, logger
+from sparse_atten.cute_kernels.common.steps import Launches, Step
 from sparse_atten.cute_kernels.common.target import device_capability
 
 OLDEST_CAPABILITY = (9, 0)
@@ -40,11 +42,11 @@ _OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
 _DEFAULT_SHARED_BYTES = 48 << 10  # a kernel that needs more must be told so before its launch
 
 
-def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels from here do a tensor's work: a plain CUDA tensor, not one being traced."""
+def runs_kernels(x: object) -> bool:
+    """Whether kernels from here do an argument's work: a plain CUDA tensor, not being traced."""
     return (
-        x.is_cuda
-        and type(x) is torch.Tensor
+        type(x) is torch.Tensor
+        and x.is_cuda
         and not torch.compiler.is_compiling()
         and _can_run(x.device)
     )
@@ -227,8 +229,14 @@ class Program:
 class Kernel:
     """One kernel on one device; calling it launches on torch's current stream of that device.
 
-    Safe among threads. Argument slots are laid out once: a launch packs values and calls the
-    driver.
+    Attributes
+    ----------
+    index, context : int, object
+        The device and its primary context.
+    function : object
+        What the driver launches.
+    layout, offsets : struct.Struct, list of int
+        The parameters as one C struct, and where each begins.
     """
 
     def __init__(
@@ -237,29 +245,21 @@ class Kernel:
         from cuda.bindings import driver
 
         self.name = name
-        self._index = index
-        self._context = module.context
+        self.index = index
+        self.context = module.context
+        self.layout = struct.Struct("@" + signature)
+        codes = re.findall(r"\d*[a-zA-Z]", signature)
+        sizes = [struct.calcsize(code) for code in codes]
+        ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
+        self.offsets = [end - size for end, size in zip(ends, sizes, strict=True)]
         with _current(module.context):
-            self._function = _checked(
+            self.function = _checked(
                 driver.cuModuleGetFunction(module.handle, name.encode()), f"kernel {name}"
             )
             if shared_bytes > _DEFAULT_SHARED_BYTES:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                _checked(driver.cuFuncSetAttribute(self._function, limit, shared_bytes), name)
-        codes = re.findall(r"\d*[a-zA-Z]", signature)
-        sizes = [struct.calcsize(code) for code in codes]
+                _checked(driver.cuFuncSetAttribute(self.function, limit, shared_bytes), name)
         self._check_sizes(signature, sizes)
-        layout = struct.Struct("@" + signature)
-        buffer = ctypes.create_string_buffer(max(1, layout.size))
-        ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
-        base = ctypes.addressof(buffer)
-        slots = [base + end - size for end, size in zip(ends, sizes, strict=True)]
-        self._pack, self._buffer = layout.pack_into, buffer
-        self._slots = (ctypes.c_void_p * max(1, len(slots)))(*slots)
-        self._parameters = ctypes.addressof(self._slots)
-        self._lock = threading.Lock()
-        self._driver_launch = driver.cuLaunchKernel
-        self._invalid_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 
     def __call__(
         self,
@@ -268,42 +268,15 @@ class Kernel:
         *values: float | bytes,
         shared_bytes: int = 0,
     ) -> None:
-        """Launch; values are pointers and numbers in the order of the signature."""
-        if torch.cuda.current_device() == self._index:
-            self._launch(grid, block, values, shared_bytes)
-        else:
-            with torch.cuda.device(self._index):
-                self._launch(grid, block, values, shared_bytes)
-
-    def _launch(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        values: Sequence[float | bytes],
-        shared_bytes: int,
-    ) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        launch = (self._function, *grid, *block, shared_bytes, stream, self._parameters, 0)
-        with self._lock:
-            self._pack(self._buffer, 0, *values)
-            (status,) = self._driver_launch(*launch)
-            if status == self._invalid_context:  # this thread has not touched the device before
-                from cuda.bindings import driver
-
-                _checked(driver.cuCtxSetCurrent(self._context), self.name)
-                (status,) = self._driver_launch(*launch)
-        if status:
-            raise RuntimeError(
-                f"launch of {self.name} with grid {grid}, block {block}, {shared_bytes} bytes of "
-                f"dynamic shared memory: {status.name}"
-            )
+        """Launch once; values are pointers and numbers in the order of the signature."""
+        Launches([self], [Step(self.name, grid, block, values, shared_bytes)])()
 
     def _check_sizes(self, signature: str, given: list[int]) -> None:
         from cuda.bindings import driver
 
         sizes: list[int] = []
         while True:
-            status, *offset_and_size = driver.cuFuncGetParamInfo(self._function, len(sizes))
+            status, *offset_and_size = driver.cuFuncGetParamInfo(self.function, len(sizes))
             if status != driver.CUresult.CUDA_SUCCESS:
                 break
             sizes.append(offset_and_size[1])
