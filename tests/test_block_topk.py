@@ -1,4 +1,4 @@
-"""The kernels of topk.cu against the torch reference, bit for bit.
+"""The kernels of topk/*.cu against the torch reference, bit for bit.
 
 Everywhere: each shipped config compiles for each architecture without spills, and the launch plan
 holds for odd layouts. With an emulator (see emulation.py) the PTX runs on the CPU; with a GPU, the

@@ -105,7 +105,7 @@ def block_topk(
     more are forced than k, the first and last blocks go by ascending id, the local one last.
     Nothing is read on the host.
 
-    CUDA tensors on a GPU of compute capability 9.0 or newer take the kernels of topk.cu, whose
+    CUDA tensors on a GPU of compute capability 9.0 or newer take the kernels of topk/*.cu, whose
     results equal the reference's bit for bit: no copy of the scores and no workspace, but 8 * k
     bytes for each part of a row, 264 parts at most, where few rows have more than 8192 blocks.
     They can be captured in a CUDA graph after `preload` or a first call. Others take the torch

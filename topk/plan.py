@@ -1,7 +1,7 @@
-"""Which kernels of topk.cu run for a request, with which grids and parameters: plain values.
+"""Which kernels of short.cu and long.cu run for a request, with which grids and parameters.
 
 Nothing here needs a GPU. A launch's parameters are the tensors' pointers, moved on by `offsets`,
-then `plan` (struct Plan of topk.cu) and `scalars`.
+then `plan` (struct Plan of rows.cu) and `scalars`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparse_atten.topk.reference import Request
 
 MAX_BLOCKS = 1 << 30
 
-_SOURCE = Path(__file__).with_name("topk.cu")
+_FOLDER = Path(__file__).parent
 _PLAN = struct.Struct("@4q3q3q3qq3I3i2ii96i0q")
 _MAX_SPANS = 32
 _KEEP = -1
@@ -30,7 +30,7 @@ _THREAD_BLOCKS = 264  # fewer rows than this leave multiprocessors idle: long ro
 
 
 class Config(NamedTuple):
-    """The constants that topk.cu is compiled with.
+    """The constants that short.cu or long.cu is compiled with.
 
     Attributes
     ----------
@@ -39,12 +39,14 @@ class Config(NamedTuple):
     forced : int
         1 where blocks may be chosen whatever their scores.
     regions : int
-        1 where a row may have several spans; the short kernel then forces no blocks.
+        1 where a row may have several spans.
     group, items : int
-        Short kernel: threads of a row, and blocks that each holds in registers.
-    threads, tile, digit_bits, stage : int
-        Long kernels: threads of a thread block, its rows, bits of a histogram's digit, and how many
-        blocks of one digit are ranked instead of counted again.
+        Short kernel: lanes of a row, and blocks that each holds in registers.
+    threads : int
+        Threads of a thread block; for the short kernel's columns, 32 rows of lanes.
+    tile, digit_bits, stage : int
+        Long kernels: rows of a thread block, bits of a histogram's digit, and how many blocks of
+        one digit are ranked instead of counted again.
     """
 
     columns: int = 0
@@ -139,10 +141,12 @@ class _Dim(NamedTuple):
 
 @cache
 def program(config: Config) -> Program:
-    """topk.cu with the constants of a config."""
+    """rows.cu and the kernels of a config, with its constants."""
+    kernels = "short.cu" if config.group else "long.cu"
+    source = "".join((_FOLDER / name).read_text() for name in ("rows.cu", kernels))
     layout = {"COLUMNS": config.columns, "FORCED": config.forced, "REGIONS": config.regions}
     sizes = {name.upper(): value for name, value in config._asdict().items() if value}
-    return Program.read(_SOURCE, **{**layout, **sizes})
+    return Program(kernels, source, tuple(sorted({**layout, **sizes}.items())))
 
 
 @lru_cache(maxsize=1024)
@@ -318,7 +322,7 @@ def _pack(
     ends: tuple[bool, bool],
     spans: Sequence[tuple[int, int, int]],
 ) -> bytes:
-    """Struct Plan of topk.cu."""
+    """Struct Plan of rows.cu."""
     full = [_Dim(1, (0, 0, 0, 0))] * (_ROW_DIMS - len(dims)) + list(dims)
     scores, valid, local, out = zip(*(d.strides for d in full), strict=True)
     flat = [field for span in spans for field in span]
