@@ -28,13 +28,14 @@ def render(text: str) -> str:
 
 
 def topk_table() -> list[str]:
-    """One line for each shape: ours, torch.topk with sorted ids, the read floor."""
+    """One line for each shape: ours, torch.topk without and with sorted ids, FlashInfer, floor."""
     rows: dict[str, dict[str, dict]] = {}
     for row in _read("topk.jsonl"):
         rows.setdefault(row["case"], {})[row["backend"]] = row
     lines = [
-        "| shape | `block_topk` | `torch.topk` | + sorted ids | ratio to `topk` | read floor |",
-        "|---|---|---|---|---|---|",
+        "| shape | `block_topk` | `torch.topk` | + sorted ids | `flashinfer.top_k` "
+        "| ratio to `topk` | read floor |",
+        "|---|---|---|---|---|---|---|",
     ]
     for case, found in rows.items():
         if "torch.topk" not in found:
@@ -42,10 +43,12 @@ def topk_table() -> list[str]:
         ours, plain, ordered = (
             found[name]["graph_us"][0] for name in ("ours", "torch.topk", "torch.topk+sort")
         )
+        rival = found.get("flashinfer.top_k")
+        flashinfer = f"{rival['graph_us'][0]:,.0f} us" if rival else "-"
         floor = found["ours"]["floor_us"]
         lines.append(
             f"| {case} | {ours:.1f} us | {plain:,.0f} us | {ordered:,.0f} us "
-            f"| {plain / ours:.1f}x | {floor:.1f} us |"
+            f"| {flashinfer} | {plain / ours:.1f}x | {floor:.1f} us |"
         )
     return lines
 

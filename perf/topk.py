@@ -11,12 +11,14 @@ floor is the bytes of the scores over the bandwidth of a large device copy measu
 (read + written). Every row is one JSON line.
 
 Contenders: ours; torch.topk; torch.topk and the ids sorted, which is what ours gives (for scores
-[H, n, Tq] both along dim 1). `--sweep` adds the other ways to spread a row over threads.
+[H, n, Tq] both along dim 1); for contiguous rows, where flashinfer is installed, its radix top-k,
+ids not sorted. `--sweep` adds the other ways to spread a row over threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -80,6 +82,8 @@ def main() -> None:
         "seed": arguments.seed,
         "copy_bandwidth": bandwidth,
     }
+    if missing("flashinfer"):
+        print("not measured: flashinfer.top_k (flashinfer-python is missing)", file=sys.stderr)
     cases = [case for case in CASES if arguments.only in case.name]
     for case in tqdm(cases, desc="shapes", file=sys.stderr):
         for row in measure_case(case, arguments.samples, sweep=arguments.sweep):
@@ -101,6 +105,10 @@ def measure_case(case: Case, samples: int, *, sweep: bool) -> list[dict]:
     if not case.causal:
         contenders["torch.topk"] = lambda x: x.topk(case.k, dim=case.dim)
         contenders["torch.topk+sort"] = lambda x: x.topk(case.k, dim=case.dim)[1].sort(case.dim)
+    if case.dim == -1 and not missing("flashinfer"):
+        import flashinfer
+
+        contenders["flashinfer.top_k"] = lambda x: flashinfer.top_k(x, case.k)
     graphs = {name: capture(call, inputs) for name, call in contenders.items()}
     if sweep and case.shape[case.dim] <= 1024:
         graphs |= sweep_graphs(case, inputs, options)
@@ -126,6 +134,11 @@ def measure_case(case: Case, samples: int, *, sweep: bool) -> list[dict]:
             row["replay_host_us"] = host_time(capture(contenders[name], inputs[:1]).replay)
         rows.append(row)
     return rows
+
+
+def missing(package: str) -> bool:
+    """Whether a rival's package is not installed."""
+    return importlib.util.find_spec(package) is None
 
 
 def causal_options(case: Case) -> dict:
