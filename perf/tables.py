@@ -34,8 +34,8 @@ def topk_table() -> list[str]:
         rows.setdefault(row["case"], {})[row["backend"]] = row
     lines = [
         "| shape | `block_topk` | `torch.topk` | + sorted ids | `flashinfer.top_k` "
-        "| ratio to `topk` | read floor |",
-        "|---|---|---|---|---|---|---|",
+        "| ratio to `topk` | read floor | host cost of a call, of a replay |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case, found in rows.items():
         if "torch.topk" not in found:
@@ -46,9 +46,10 @@ def topk_table() -> list[str]:
         rival = found.get("flashinfer.top_k")
         flashinfer = f"{rival['graph_us'][0]:,.0f} us" if rival else "-"
         floor = found["ours"]["floor_us"]
+        host = f"{found['ours']['host_us']:.0f}, {found['ours']['replay_host_us']:.0f} us"
         lines.append(
             f"| {case} | {ours:.1f} us | {plain:,.0f} us | {ordered:,.0f} us "
-            f"| {flashinfer} | {plain / ours:.1f}x | {floor:.1f} us |"
+            f"| {flashinfer} | {plain / ours:.1f}x | {floor:.1f} us | {host} |"
         )
     return lines
 
@@ -56,14 +57,24 @@ def topk_table() -> list[str]:
 def csr_table() -> list[str]:
     """One line for each shape: CSR and schedule together, and the torch reference on the GPU."""
     lines = [
-        "| heads x queries x K, batch x keys | CSR + schedule | torch reference | workspace |",
-        "|---|---|---|---|",
+        "| heads x queries x K, batch x keys | CSR + schedule | torch reference | workspace "
+        "| host cost of a call, of `prepare`, of a replay |",
+        "|---|---|---|---|---|",
     ]
     for row in _read("csr.jsonl"):
         ours, reference = (row[name]["device_us"][0] for name in ("fused", "torch_reference"))
+        costs = [
+            row[name][cost][0] if name in row else None
+            for name, cost in (
+                ("fused", "host_us"),
+                ("prepare", "host_us"),
+                ("fused", "replay_us"),
+            )
+        ]
+        host = ", ".join("-" if cost is None else f"{cost:.0f}" for cost in costs)
         lines.append(
             f"| {row['case'].removeprefix('csr-')} | {ours:,.1f} us | {reference:,.0f} us "
-            f"| {row['workspace_bytes'] / 2**20:,.1f} MiB |"
+            f"| {row['workspace_bytes'] / 2**20:,.1f} MiB | {host} us |"
         )
     return lines
 
