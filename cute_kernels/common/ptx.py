@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.arch import inline_ptx
 
 FULL_WARP = 0xFFFFFFFF
@@ -144,6 +144,38 @@ def smem_store(address: Int32, offset: int, value: Int32 | Float32) -> None:
     inline_ptx(f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, value])
 
 
+def gmem_load_v4_if(address: Int64, kept: Any) -> tuple:
+    """Read 16 bytes of global memory past the L1 cache, zeros unless `kept` (PTX ISA, ld)."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
+        "mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+        "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address, Int32(kept)],
+    )
+
+
+def gmem_load_float_if(address: Int64, kept: Any) -> Float32:
+    """Read a float of global memory, -inf unless `kept` (PTX ISA, ld)."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.b32 {$w0}, 0fFF800000; "
+        "@p ld.global.f32 {$w0}, [{$r0}]; }",
+        write_only_types=[Float32],
+        read_only_args=[address, Int32(kept)],
+    )
+
+
+def gmem_store(address: Int64, words: list) -> None:
+    """Write 32-bit words to global memory, 16 bytes at a time where there are so many (st)."""
+    for start in range(0, len(words), 4):
+        part = words[start : start + 4]
+        registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(part)))
+        inline_ptx(
+            f"st.global.v{len(part)}.b32 [{{$r0}}+{4 * start}], {{{registers}}};",
+            read_only_args=[address, *part],
+        )
+
+
 def float_bits(value: Float32) -> Int32:
     """Return the bits of a float as an integer."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
@@ -196,6 +228,19 @@ def pack(low: Float32, high: Float32, dtype: type) -> Int32:
         f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
         write_only_types=[Int32],
         read_only_args=[low, high],
+    )
+
+
+def unpack(word: Int32, dtype: type) -> tuple:
+    """Return the floats that a word holds, two of 16 bits or one of 32 (PTX ISA, cvt)."""
+    if dtype is Float32:
+        return (bits_float(word),)
+    if dtype is BFloat16:
+        return bits_float(word << 16), bits_float(word & -65536)
+    return inline_ptx(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[word],
     )
 
 
