@@ -118,6 +118,12 @@ class Config:
         return (max(1, min(-(-num_rows // self.rows), num_sms * self.ctas_per_sm)), 1, 1)
 
 
+def config_for(width: int, **fields: Any) -> Config:
+    """Return a Config whose window suits K slots: no load and no weight for more than there are."""
+    window = min(16, max(4, 1 << (width - 1).bit_length()))
+    return Config(window=window, **fields)
+
+
 class Parameters(NamedTuple):
     """The kernel's arguments. Strides are in elements; an absent tensor is never touched."""
 

@@ -161,13 +161,11 @@ def check(merge: Merge, outputs: dict[str, Tensor | None]) -> None:
             allowed = rounding * exact.abs() + 2e-6 * parts.abs().amax(0)
         gap = (outputs["out"][token, head] - exact).abs()
         assert bool((gap <= allowed).all()), f"out[{token}, {head}] is off by {gap.max():.3g}"
-        for name, given in (("lse", kept), ("lse_t", None if warm is None else warm)):
+        for name, given in (("lse", lses), ("lse_t", warm)):
             if given is None:
                 assert outputs[name] is None
                 continue
-            if name == "lse_t":
-                given = warm[used, token, head]
-            want = float(given.logsumexp(0)) if given.numel() else -math.inf
+            want = float(given[used, token, head].logsumexp(0)) if used.stop else -math.inf
             got = float(outputs[name][token, head])
             assert got == want or abs(got - want) <= 1e-5 + 3e-7 * abs(want), (name, token, head)
 
