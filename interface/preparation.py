@@ -20,7 +20,6 @@ from sparse_atten.cute_kernels.common.target import B200, target_of
 from sparse_atten.reference import accumulator_dtype
 from sparse_atten.scheduler import Schedule, build_csr_and_schedule
 
-
 PARTIALS_BYTES = 4 << 30  # the bound on the partials of a chunk, unless the caller names one
 _LSE_BYTES = 8  # of a partial: its LSE and its temperature LSE, in float32
 

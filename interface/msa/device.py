@@ -99,7 +99,7 @@ def attend_blocks(
         lse_temperature=options.lse_temperature,
         first_token=chunk.first_token,
     )
-    launch(_K1, msa_k1_sm100, _k1_config(q, k, prepared.selection, options), q, arguments)
+    launch(_K1, msa_k1_sm100, _k1_config(q, prepared.selection, options), q, arguments)
 
 
 def merge(partials: Partials, chunk: QueryChunk, result: Result) -> None:
@@ -129,7 +129,7 @@ def preload(q: Tensor, selection: TokenSelection, options: Options) -> None:
     """Compile or load what `attention` would need, and launch nothing."""
     target = device_target(q)
     width = selection.q2k_indices.shape[2]
-    load_kernel(_K1, _k1_config(q, q, selection, options), target)
+    load_kernel(_K1, _k1_config(q, selection, options), target)
     config = _k2_config(q, width, temperature=options.lse_temperature is not None)
     load_kernel(_K2, config, target)
     if runs_kernels(q):
@@ -142,6 +142,18 @@ def device_target(q: Tensor) -> Target:
     if target is None:
         raise RuntimeError(f"the backend 'sm100' needs a CUDA device, got {q.device}")
     return target
+
+
+def _k1_config(q: Tensor, selection: TokenSelection, options: Options) -> Any:
+    from sparse_atten.cute_kernels.msa_k1_sm100 import Config
+
+    return Config(
+        dtype=_DTYPES[q.dtype],
+        group_size=q.shape[1] // selection.q2k_indices.shape[0],
+        causal=options.causal,
+        paged=selection.page_table is not None,
+        temperature=options.lse_temperature is not None,
+    )
 
 
 def _k2_config(out: Tensor, width: int, *, temperature: bool) -> Any:

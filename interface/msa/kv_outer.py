@@ -2,7 +2,8 @@
 
 K1 walks the work items of a schedule: it loads one KV block, attends to it from the query tokens
 that chose it, and stores a normalised partial output and its LSE in a slot of the query's own. A
-selection that was prepared in chunks of query tokens is handled chunk by chunk. K2 merges the partials of each query, which is exact:
+selection that was prepared in chunks of query tokens is handled chunk by chunk. K2 merges the
+partials of each query, which is exact:
 
     w_s = exp(lse_s - max lse)        out = sum w_s out_s / sum w_s        lse = log sum exp(lse_s)
 
