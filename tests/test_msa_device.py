@@ -155,7 +155,7 @@ def test_a_prepared_selection_must_fit_the_call(blackwell):
     (q, k, v), selection, _ = CASE.build()
     prepared = prepare(selection, q, k, max_workspace_bytes=bytes_of(q, CASE.width, 80))
     longer = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 128)) for x in (k, v)]
-    with pytest.raises(ValueError, match="prepared for 8 query heads and 690 keys, got .* and 818"):
+    with pytest.raises(ValueError, match=r"for 8 query heads and 690 keys, got .* and 818"):
         sparse_atten_func(q, *longer, prepared)
     needed = bytes_of(q, CASE.width, 68)  # 204 tokens in 3 chunks
     message = f"max_workspace_bytes must be at least the {needed} that selection was prepared for"
