@@ -162,7 +162,9 @@ class MergePartials:
         self.partial, self.out = DTYPES[config.partial], DTYPES[config.out]
 
     @cute.jit
-    def __call__(self, parameters: Parameters, grid: tuple[Int32, Int32, Int32], stream: Any):
+    def __call__(
+        self, parameters: Parameters, grid: tuple[Int32, Int32, Int32], stream: Any
+    ) -> None:
         """Launch."""
         self.kernel(parameters).launch(
             grid=grid,

@@ -20,7 +20,6 @@ from sparse_atten.preparation import (
     PreparedSelection,
     partial_bytes,
     prepare,
-    selection_of,
 )
 from sparse_atten.sequences import sequences_of
 
@@ -58,7 +57,7 @@ def report(
     """Say how the kernels would spread the call, what they move, and where dense is faster."""
     product = next((p for p in PRODUCTS.values() if p.target == problem.target), B200)
     if isinstance(selection, PreparedSelection):
-        prepared = selection
+        prepared, selection = selection, selection.selection
     else:
         sms = product.target.num_sms if problem.target is None else problem.target.num_sms
         prepared = prepare(selection, q, k, num_sms=sms, max_workspace_bytes=max_workspace_bytes)
@@ -72,11 +71,11 @@ def report(
         "work items": f"{items:,} of one KV block each, {traffic.tiles:,} tiles",
         "partials": f"{traffic.partials:,} bytes, written by K1 and read by K2",
         "K1 reads": f"{traffic.keys:,} bytes of K and V, {traffic.queries:,} of Q",
-        "against dense": _against_dense(traffic, problem, selection_of(selection), product),
+        "against dense": _against_dense(traffic, problem, selection, product),
     }
-    if selection_of(selection).max_seqlen_q * problem.group_size < _TILE:
+    if selection.max_seqlen_q * problem.group_size < _TILE:
         lines["short queries"] = (
-            f"at most {selection_of(selection).max_seqlen_q} tokens of a sequence: there is no "
+            f"at most {selection.max_seqlen_q} tokens of a sequence: there is no "
             "decode kernel yet, and tiles stay mostly empty"
         )
     return Report(lines, largest * partial_bytes(q, problem.table_width))
