@@ -246,6 +246,42 @@ def test_the_pipeline_on_a_gpu_with_the_reference_k1(monkeypatch, case, tokens):
     assert_matches_definition(back, inputs, selection, options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [None, 64])
+def test_preparation_and_merge_are_captured_in_a_graph(monkeypatch, tokens):
+    """A replay follows the ids that stand in the table then, and nothing synchronises."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
+
+    def fill(inputs, prepared, chunk, options, partials):
+        partials.o.fill_(1.0)
+        partials.lse.zero_()
+
+    monkeypatch.setattr(device, "attend_blocks", fill)
+    inputs, selection, options = CASE.build()
+    moved = [x.cuda() for x in inputs]
+    tables = {
+        name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in vars(selection).items()
+    }
+    selection = dataclasses.replace(selection, **tables)
+    bound = None if tokens is None else bytes_of(inputs[0], CASE.width, tokens)
+
+    def call():
+        return device.attention(*moved, selection, options, max_workspace_bytes=bound)
+
+    call()  # kernels are compiled and loaded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse, _ = call()
+    for share in (0.0, 0.5, 1.0):
+        dropped = torch.rand(selection.q2k_indices.shape, device="cuda") < share
+        selection.q2k_indices.masked_fill_(dropped, -1)
+        graph.replay()
+        counts = prepare(selection, *moved[:2]).schedule.split_counts.repeat_interleave(4, 1)
+        assert torch.equal(out, (counts > 0)[..., None].expand_as(out).to(out.dtype))
+        torch.testing.assert_close(lse, counts.float().log())
+
+
 def test_preload_makes_both_kernels_ready(monkeypatch):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (q, k, v), selection, _ = CASE.build()
