@@ -63,7 +63,14 @@ CASES = (
     Case("large LSEs", (16, 2), spread=1e4, centre=2e4),
     Case("far apart", (16, 3), spread=300.0),
     Case("temperature", (16, 0, 5), config=Config(temperature=True), invisible=0.2),
-    Case("strides", (16, 4, 0, 9), strided=True, config=Config(temperature=True)),
+    Case(
+        "strides",
+        (16, 4, 0, 9),
+        queries=20,
+        heads=(6, 2),
+        strided=True,
+        config=Config(temperature=True, ctas_per_sm=1),
+    ),
     Case("fp16", (16, 0, 3), config=Config(partial="fp16", out="fp16"), invisible=0.2),
     Case("fp32 in, bf16 out", (16, 0, 3), config=Config(partial="fp32")),
     Case("fp32 in, fp32 out", (20, 3), width=20, config=Config(partial="fp32", out="fp32")),
@@ -74,7 +81,16 @@ CASES = (
     Case("many rows of a CTA", (16, 2, 0), queries=40, config=Config(ctas_per_sm=1)),
     Case("dependent launch", (16, 2), config=Config(programmatic=True)),
 )
-QUICK = {"counts 0 to all", "several windows", "strides", "fp32 in, bf16 out", "odd heads"}
+QUICK = {
+    "counts 0 to all",
+    "counts out of range",
+    "several windows",
+    "invisible partials",
+    "strides",
+    "fp32 in, bf16 out",
+    "odd heads",
+    "many rows of a CTA",
+}
 
 
 @dataclass(frozen=True)
