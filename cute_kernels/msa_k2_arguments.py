@@ -80,7 +80,7 @@ def arguments_of(
     split_counts: Tensor,
     out: Tensor,
     *,
-    lse: Tensor | None = None,
+    lse: Tensor,
     lse_t_partial: Tensor | None = None,
     lse_t: Tensor | None = None,
 ) -> Arguments:
@@ -94,7 +94,7 @@ def arguments_of(
     split_counts : Tensor, int32 [Tq, Hkv]
     out : Tensor, bfloat16, float16 or float32 [Tq, Hq, 128]
         Rows as those of `o_partial`.
-    lse : Tensor, float32 [Tq, Hq], optional
+    lse : Tensor, float32 [Tq, Hq]
     lse_t_partial, lse_t : Tensor, float32 [K, Tq, Hq] and [Tq, Hq], optional
         Both or none.
 

@@ -300,15 +300,15 @@ def test_config_refuses(field: dict, message: str):
 
 def test_arguments_refuse():
     merge = make_merge(CASES[0])
-    out, lse = merge.outputs()["out"], merge.lse_partial
+    out, row_lse, lse = merge.outputs()["out"], merge.outputs()["lse"], merge.lse_partial
     wide = torch.zeros(16, 9, 4, 256, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="o_partial must have head dim 128, got 256"):
-        arguments_of(wide, lse, merge.split_counts, out)
+        arguments_of(wide, lse, merge.split_counts, out, lse=row_lse)
     for rows in (wide[..., 1:129], wide[..., ::2]):
         with pytest.raises(ValueError, match="o_partial must have contiguous rows that start at"):
-            arguments_of(rows, lse, merge.split_counts, out)
+            arguments_of(rows, lse, merge.split_counts, out, lse=row_lse)
     with pytest.raises(ValueError, match="out must have contiguous rows that start at"):
-        arguments_of(merge.o_partial, lse, merge.split_counts, wide[0][..., 4:132])
+        arguments_of(merge.o_partial, lse, merge.split_counts, wide[0][..., 4:132], lse=row_lse)
 
 
 @pytest.mark.gpu
