@@ -10,9 +10,42 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.arch import inline_ptx
+from cutlass._mlir.dialects import llvm
+from cutlass.base_dsl.typing import as_numeric
 
 FULL_WARP = 0xFFFFFFFF
+_CONSTRAINTS = {Float32: "f", Int32: "r", Int64: "l"}
+
+
+def inline_ptx(
+    text: str, *, write_only_types: list[type] | None = None, read_only_args: list | None = None
+) -> Any:
+    """Insert PTX; ``{$w0}`` and ``{$r0}`` name its results and arguments, of 32 or 64 bits.
+
+    The DSL's function of this name copies each float argument to a register of its own first, an
+    instruction that only the assembler removes again.
+    """
+    types = write_only_types or []
+    arguments = [as_numeric(argument) for argument in read_only_args or []]
+    for kind, first, count in (("w", 0, len(types)), ("r", len(types), len(arguments))):
+        for number in range(count):
+            text = text.replace(f"{{${kind}{number}}}", f"${first + number}")
+    constraints = [f"={_CONSTRAINTS[kind]}" for kind in types]
+    constraints += [_CONSTRAINTS[type(argument)] for argument in arguments]
+    made = [kind.mlir_type for kind in types]
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal(made) if len(made) > 1 else made[0] if made else None,
+        [argument.ir_value() for argument in arguments],
+        text.replace("{{", "{").replace("}}", "}"),
+        ",".join(constraints),
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    if len(types) < 2:
+        return types[0](result) if types else None
+    parts = (llvm.extractvalue(kind, result, [number]) for number, kind in enumerate(made))
+    return tuple(kind(part) for kind, part in zip(types, parts, strict=True))
+
 
 # SMEM matrix descriptor (PTX ISA, tcgen05 "Shared memory descriptor"): 128-byte swizzle, version 1,
 # 8-row groups 1024 bytes apart. Strides are stored in units of 16 bytes.
@@ -45,16 +78,16 @@ def smem_descriptor(address: Int32, constant: int) -> tuple[Int32, int]:
 
 
 def mma_chain(
-    d_tmem: int, a: tuple, b: tuple, idesc: int, *, steps: list, accumulate: Int32
+    d_tmem: int | Int32, a: tuple, b: tuple, idesc: int, *, steps: list, accumulate: Int32
 ) -> None:
     """Issue D (+)= A B as one MMA for each 16 values of K (PTX ISA, tcgen05.mma). One thread.
 
     Parameters
     ----------
-    d_tmem : int
+    d_tmem : int or Int32
         First column of D.
     a, b : tuple
-        Descriptors (low word, high word). A in tensor memory is ``(first column,)``.
+        Descriptors (low word, high word). A in tensor memory is ``(first column,)``, int or Int32.
     steps : list of (int, int)
         What each MMA adds to the low words, or to the column, of A and B.
     accumulate : Int32
@@ -65,22 +98,19 @@ def mma_chain(
     lines = [
         "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 d, i, x, y, h, g;",
         "setp.ne.b32 p, {$r0}, 0; setp.eq.b32 q, 0, 0;",
-        f"mov.b32 d, {d_tmem}; mov.b32 i, {idesc}; mov.b32 h, {b[1]};",
+        f"mov.b32 d, {{$r1}}; mov.b32 i, {idesc}; mov.b32 h, {b[1]};",
     ]
     if len(a) == 2:
         lines.append(f"mov.b32 g, {a[1]};")
     for number, (a_step, b_step) in enumerate(steps):
+        lines.append(f"add.s32 x, {{$r3}}, {a_step};" if a_step else "mov.b32 x, {$r3};")
         if len(a) == 2:
-            lines.append(f"add.s32 x, {{$r2}}, {a_step};" if a_step else "mov.b32 x, {$r2};")
             lines.append("mov.b64 a, {x, g};")
-        else:
-            lines.append(f"mov.b32 x, {a[0] + a_step};")
-        lines.append(f"add.s32 y, {{$r1}}, {b_step};" if b_step else "mov.b32 y, {$r1};")
+        lines.append(f"add.s32 y, {{$r2}}, {b_step};" if b_step else "mov.b32 y, {$r2};")
         operand, predicate = ("a" if len(a) == 2 else "[x]"), ("q" if number else "p")
         lines.append("mov.b64 b, {y, h};")
         lines.append(f"tcgen05.mma.cta_group::1.kind::f16 [d], {operand}, b, i, {predicate};")
-    arguments = [Int32(accumulate), b[0], *a[:1]] if len(a) == 2 else [Int32(accumulate), b[0]]
-    inline_ptx(" ".join([*lines, "}"]), read_only_args=arguments)
+    inline_ptx(" ".join([*lines, "}"]), read_only_args=[accumulate, d_tmem, b[0], a[0]])
 
 
 def tmem_load(address: Int32, column: int, columns: int) -> list[Float32]:
@@ -216,6 +246,15 @@ def mask_below(value: Float32, position: int, bound: Int32) -> Float32:
     """Return -inf where `position` is below `bound`, else the value (PTX ISA, setp and selp)."""
     return inline_ptx(
         "{ .reg .pred p; setp.lt.s32 p, {$r1}, {$r2}; selp.f32 {$w0}, 0fFF800000, {$r0}, p; }",
+        write_only_types=[Float32],
+        read_only_args=[value, Int32(position), bound],
+    )
+
+
+def mask_from(value: Float32, position: int, bound: Int32) -> Float32:
+    """Return -inf where `position` is at least `bound`, else the value (PTX ISA, setp and selp)."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ge.s32 p, {$r1}, {$r2}; selp.f32 {$w0}, 0fFF800000, {$r0}, p; }",
         write_only_types=[Float32],
         read_only_args=[value, Int32(position), bound],
     )
