@@ -6,15 +6,17 @@ at once; K2 is a programmatic dependent of K1. Chunks follow one another in the 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparse_atten.contracts import Options, TokenSelection
+from sparse_atten.cute_kernels import msa_arguments, msa_k2_arguments
 from sparse_atten.cute_kernels.common.dsl import load_kernel
 from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
 from sparse_atten.cute_kernels.common.target import Target, target_of
+from sparse_atten.cute_kernels.msa_arguments import Partials
 from sparse_atten.preparation import (
     PreparedSelection,
     QueryChunk,
@@ -28,14 +30,6 @@ from sparse_atten.scheduler.device import preload as preload_preparation
 _K1 = "sparse_atten.cute_kernels.msa_k1_sm100"
 _K2 = "sparse_atten.cute_kernels.msa_k2"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-class Partials(NamedTuple):
-    """Where the partial results of a chunk lie; contiguous."""
-
-    o: Tensor  # q's dtype [K, chunk, Hq, D]
-    lse: Tensor  # float32 [K, chunk, Hq]
-    lse_t: Tensor | None  # likewise
 
 
 def attention(
@@ -84,14 +78,11 @@ def attend_blocks(
     partials: Partials,
 ) -> None:
     """Launch K1: the partial results of a chunk."""
-    from sparse_atten.cute_kernels import msa_arguments, msa_k1_sm100
+    from sparse_atten.cute_kernels import msa_k1_sm100
 
-    q, k, v = inputs
     arguments = msa_arguments.arguments_of(
-        q,
-        k,
-        v,
-        msa_arguments.Partials(*partials),
+        *inputs,
+        partials,
         prepared.selection,
         csr=chunk.csr,
         schedule=chunk.schedule,
@@ -99,19 +90,25 @@ def attend_blocks(
         lse_temperature=options.lse_temperature,
         first_token=chunk.first_token,
     )
-    launch(_K1, msa_k1_sm100, _k1_config(q, prepared.selection, options), q, arguments)
+    config = _k1_config(inputs[0], prepared.selection, options)
+    launch(_K1, msa_k1_sm100, config, inputs[0], arguments)
 
 
 def merge(partials: Partials, chunk: QueryChunk, result: Result) -> None:
     """Launch K2: merge the partial results of a chunk into its part of the result."""
     from sparse_atten.cute_kernels import msa_k2
-    from sparse_atten.cute_kernels.msa_k2_arguments import arguments_of
 
-    out, lse, lse_t = (None if x is None else x[chunk.tokens] for x in result)
-    assert out is not None
-    counts = chunk.schedule.split_counts
-    more = {"lse": lse, "lse_t_partial": partials.lse_t, "lse_t": lse_t}
-    arguments = arguments_of(partials.o, partials.lse, counts, out, **more)
+    out, lse = result.out[chunk.tokens], result.lse[chunk.tokens]
+    lse_t = None if result.lse_t is None else result.lse_t[chunk.tokens]
+    arguments = msa_k2_arguments.arguments_of(
+        partials.o,
+        partials.lse,
+        chunk.schedule.split_counts,
+        out,
+        lse=lse,
+        lse_t_partial=partials.lse_t,
+        lse_t=lse_t,
+    )
     config = _k2_config(out, partials.o.shape[0], temperature=lse_t is not None)
     launch(_K2, msa_k2, config, out, arguments)
 
