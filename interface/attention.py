@@ -113,7 +113,8 @@ def sparse_atten_func(
         a named one never falls back.
     max_workspace_bytes : int, optional
         Bound on temporary memory, in bytes, as far as one row of the selection allows; None leaves
-        it to the backend (reference: 32 MiB on a CPU, 1 GiB on a device).
+        it to the backend (reference: 32 MiB on a CPU, 1 GiB on a device; sm100 with a
+        `TokenSelection`: 4 GiB of partial results). What is prepared already has its bound.
 
     Returns
     -------
@@ -132,9 +133,9 @@ def sparse_atten_func(
     Notes
     -----
     Integers in device tensors are not read on the host: ids, counts, sizes, lengths and pages
-    outside their range are clamped or ignored, never followed. Nothing synchronises.
+    outside their range are clamped or ignored, never followed. Nothing synchronises. A compiled
+    graph (torch.compile) takes the selection out of a `PreparedSelection` and prepares it again.
     """
-    selection = selection_of(selection)
     options = options_of(
         q,
         causal=causal,
@@ -144,7 +145,13 @@ def sparse_atten_func(
     )
     if torch.compiler.is_compiling():
         result = ops.call(
-            q, k, v, selection, options, backend=backend, max_workspace_bytes=max_workspace_bytes
+            q,
+            k,
+            v,
+            selection_of(selection),
+            options,
+            backend=backend,
+            max_workspace_bytes=max_workspace_bytes,
         )
         if out is not None:
             result = result._replace(out=out.copy_(result.out))
@@ -168,7 +175,7 @@ def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    selection: Selection,
+    selection: Selection | PreparedSelection,
     options: Options,
     *,
     out: Tensor | None = None,
@@ -180,7 +187,7 @@ def run(
 
     `needs_grad` says that gradients are recorded above this call, where the tensors cannot tell.
     """
-    problem = check(q, k, v, selection, options)
+    problem = check(q, k, v, selection_of(selection), options)
     if needs_grad:
         problem = replace(problem, needs_grad=True)
     if out is not None:
@@ -191,8 +198,10 @@ def run(
                 raise ValueError(f"out must not overlap an input, got the memory of {name}")
     if max_workspace_bytes is not None:
         expect_int("max_workspace_bytes", max_workspace_bytes, 1)
-    attend = choose(problem, backend).backend.load()
-    return attend(q, k, v, selection, options, out=out, max_workspace_bytes=max_workspace_bytes)
+    chosen = choose(problem, backend).backend
+    given = selection if chosen.takes_prepared else selection_of(selection)
+    attend = chosen.load()
+    return attend(q, k, v, given, options, out=out, max_workspace_bytes=max_workspace_bytes)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, options: Options) -> Problem:

@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 from sparse_atten.contracts import DTYPES, Problem
 
 AUTO = "auto"
+
+
+class Report(NamedTuple):
+    """What a backend says of a call to `explain`: lines by title, and its workspace in bytes."""
+
+    lines: dict[str, str]
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,11 @@ class Backend:
     - ``entry(q, k, v, selection, options, *, out, max_workspace_bytes)`` runs a validated call and
       returns a `Result`;
     - ``preload(q, selection, options)`` compiles and loads what such a call needs;
-    - ``report(q, k, v, selection, problem)`` returns lines for `explain`, by title.
+    - ``report(q, k, v, selection, problem, *, max_workspace_bytes)`` returns a `Report` for
+      `explain`.
+
+    Backends of one name serve different granularities. With `takes_prepared` the selection of
+    `entry` and `report` may be a `PreparedSelection`.
     """
 
     name: str
@@ -39,7 +51,7 @@ class Backend:
     paged: tuple[bool, ...] = (False, True)
     lse_temperature: tuple[bool, ...] = (False, True)
     differentiable: bool = False
-    needs_workspace: bool = True
+    takes_prepared: bool = False
     package: str | None = None  # an importable package that must be installed
     preload: str | None = None
     report: str | None = None
@@ -107,10 +119,23 @@ BACKENDS = (
         causal=(False,),
         paged=(False,),
         lse_temperature=(False,),
-        needs_workspace=False,
         package="cutlass",
         preload="sparse_atten.sm100:preload",
         report="sparse_atten.sm100:report",
+    ),
+    Backend(
+        name="sm100",
+        entry="sparse_atten.msa.device:attention",
+        granularities=("token",),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=(128,),
+        block_sizes=(128,),
+        group_sizes=(1, 2, 4, 8, 16),
+        capabilities=((10, 0), (10, 3)),
+        takes_prepared=True,
+        package="cutlass",
+        preload="sparse_atten.msa.device:preload",
+        report="sparse_atten.msa.report:report",
     ),
     Backend(
         name="reference",
@@ -138,10 +163,14 @@ def choose(problem: Problem, name: str) -> Choice:
             continue
         refusals = backend.refusals(problem)
         if not refusals:
+            passed_over.pop(backend.name, None)
             return Choice(backend, passed_over)
-        passed_over[backend.name] = refusals
+        # Of backends with one name the one for this granularity speaks.
+        if backend.name not in passed_over or problem.granularity in backend.granularities:
+            passed_over[backend.name] = refusals
     if not passed_over:
-        known = ", ".join(repr(known) for known in (AUTO, *(b.name for b in BACKENDS)))
+        names = dict.fromkeys((AUTO, *(b.name for b in BACKENDS)))
+        known = ", ".join(map(repr, names))
         raise ValueError(f"backend must be one of {known}, got {name!r}")
     reasons = "; ".join(f"{name}: {', '.join(found)}" for name, found in passed_over.items())
     raise NotImplementedError(f"no backend can run this call: {reasons}")

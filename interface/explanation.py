@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_atten.attention import check
 from sparse_atten.contracts import BlockSelection, Problem, Selection, options_of
 from sparse_atten.cute_kernels.common.target import PRODUCTS, Product, product_of
-from sparse_atten.dispatch import AUTO, choose, load
+from sparse_atten.dispatch import AUTO, Report, choose, load
 from sparse_atten.preparation import PreparedSelection, selection_of
 from sparse_atten.reference import workspace_bytes
 from sparse_atten.rows import rows_of
@@ -159,7 +159,7 @@ max_workspace_bytes
     """
     if target is not None and target not in PRODUCTS:
         raise ValueError(f"target must be one of {', '.join(PRODUCTS)}, got {target!r}")
-    selection = selection_of(selection)
+    given, selection = selection, selection_of(selection)
     options = options_of(
         q,
         causal=causal,
@@ -171,7 +171,12 @@ max_workspace_bytes
     if target is not None:
         problem = replace(problem, target=PRODUCTS[target].target)
     choice = choose(problem, backend)
-    report = None if choice.backend.report is None else load(choice.backend.report)
+    if choice.backend.report is None:
+        report = Report({}, workspace_bytes(q, max_workspace_bytes))
+    else:
+        ask = load(choice.backend.report)
+        told = given if choice.backend.takes_prepared else selection
+        report = ask(q, k, v, told, problem, max_workspace_bytes=max_workspace_bytes)
     tiles, pairs = _count(q, k, v, selection, causal)
     row_height = problem.block_size if problem.granularity == "block" else problem.group_size
     tile_pairs = tiles * row_height * problem.block_size
@@ -196,10 +201,8 @@ max_workspace_bytes
         tile_flops=tile_pairs * flops_per_pair,
         memory_bytes=memory_bytes,
         gathered_bytes=gathered * q.element_size(),
-        workspace_bytes=workspace_bytes(q, max_workspace_bytes)
-        if choice.backend.needs_workspace
-        else 0,
-        kernel=report(q, k, v, selection, problem) if report else {},
+        workspace_bytes=report.workspace_bytes,
+        kernel=report.lines,
         roofline=None
         if figures is None
         else _roofline(figures, tile_pairs * flops_per_pair, memory_bytes, table_bytes),

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparse_atten.contracts import BlockSelection, Options, Problem
 from sparse_atten.cute_kernels.common.dsl import load_kernel
 from sparse_atten.cute_kernels.common.target import Target, target_of
+from sparse_atten.dispatch import Report
 from sparse_atten.reference import Result
 from sparse_atten.rows import rows_of
 
@@ -69,8 +70,14 @@ def preload(q: Tensor, selection: BlockSelection, options: Options) -> None:
 
 
 def report(
-    q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, problem: Problem
-) -> dict[str, str]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: BlockSelection,
+    problem: Problem,
+    *,
+    max_workspace_bytes: int | None = None,
+) -> Report:
     """Say how the kernel would spread the call: work items, waves, rounds, resources."""
     from sparse_atten.cute_kernels.vsa_sm100 import SCHEDULE
 
@@ -83,7 +90,7 @@ def report(
     padded = torch.nn.functional.pad(rounds.view(num_heads, num_q_blocks), (0, num_q_blocks % 2))
     pairs = padded.view(-1, 2).sum(1)
     target = problem.target or Target()
-    return {
+    lines = {
         "work items": f"{pairs.numel():,} pairs of Q blocks, "
         f"{pairs.numel() / target.num_sms:.2f} waves of {target.num_sms} SMs",
         "rounds per pair": f"{float(pairs.float().mean()):.1f} mean, {int(pairs.max())} most"
@@ -92,6 +99,7 @@ def report(
         "shared memory": f"{SCHEDULE.smem_bytes:,} bytes of a CTA",
         "registers": ", ".join(f"{role.registers} {role.name}" for role in SCHEDULE.roles),
     }
+    return Report(lines)
 
 
 def config_of(q: Tensor, selection: BlockSelection, options: Options) -> Any:

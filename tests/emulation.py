@@ -30,7 +30,7 @@ SCHEDULES: tuple[dict[str, int], ...] = (
     {"seed": 6, "starve": 0xF},
     {"seed": 7, "starve": 0xFFFE, "dbg": 4, "resident": 1},
 )
-_TYPES = {"bf16": 9, "fp16": 8}  # the emulator's names of element types
+_TYPES = {"bf16": 9, "fp16": 8, "fp32": 4}  # the emulator's names of element types
 
 
 @cache
@@ -87,5 +87,5 @@ def _parameter(emu: Any, value: TensorMap | int | float | None) -> Any:
         swizzle=value.swizzle,
         addr=value.address,
         ty=_TYPES[value.dtype],
-        bits=16,
+        bits=32 if value.dtype == "fp32" else 16,
     )

@@ -194,6 +194,32 @@ def test_hot_block_is_split_over_items(num_sms):
     assert_equal_everywhere((q, k, v, selection), causal=False, num_sms=num_sms)
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 40, 64])
+@pytest.mark.parametrize("layout", [None, "nhd"])
+def test_chunks_hold_the_partials_of_their_tokens(tokens, layout):
+    lengths = (30, 1, 0, 61), (70, 9, 16, 40)
+    problem = flat_problem(*lengths, group=2, block=16, padding=3, dtype=torch.float64)
+    if layout:
+        problem = paged(*problem, layout)
+    q, k, v, selection = problem
+    bound = tokens * selection.q2k_indices.shape[2] * q.shape[1] * (8 * q.shape[2] + 8)
+    prepared = prepare(selection, q, k, max_workspace_bytes=bound)
+    assert len(prepared.chunks) == -(-95 // tokens)
+    assert max(chunk.num_tokens for chunk in prepared.chunks) <= tokens
+    options = {"causal": True, "lse_temperature": 0.5}
+    whole = partial_attention(q, k, v, prepare(selection, q, k), **options)
+    parts = [
+        partial_attention(q, k, v, prepared, chunk=i, **options)
+        for i in range(len(prepared.chunks))
+    ]
+    for wanted, *got in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(torch.cat(got, 1), wanted, equal_nan=True)
+    counts = [chunk.schedule.split_counts for chunk in prepared.chunks]
+    assert torch.equal(torch.cat(counts), prepare(selection, q, k).schedule.split_counts)
+    with pytest.raises(ValueError, match=rf"chunk must be in 0\.\.{len(parts) - 1}, got"):
+        partial_attention(q, k, v, prepared, chunk=len(parts))
+
+
 def test_partials_by_hand():
     # Two blocks of one key each, one head: a partial is the value itself, its LSE the score.
     q, k = torch.tensor([[[2.0]], [[3.0]]]), torch.tensor([[[1.0]], [[5.0]]])

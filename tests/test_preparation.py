@@ -10,6 +10,7 @@ from sparse_atten import (
     PreparedSelection,
     TokenSelection,
     check_selection,
+    preparation,
     sparse_atten_func,
 )
 from sparse_atten.preparation import prepare
@@ -114,6 +115,59 @@ def test_empty_problems(heads):
     selection = TokenSelection(ids, int32([0]), int32([0]), 0, 0, block_size=8)
     prepared = prepare(selection, torch.empty(0, 2 * heads, 8), torch.empty(0, heads, 8))
     assert prepared.schedule.num_items.item() == 0
+
+
+def edges_of(chunk, cu_seqlens_q):
+    """(head, token, batch, block) of every entry, by plain loops."""
+    csr, found = chunk.csr, []
+    for head, pointers in enumerate(csr.row_ptr.tolist()):
+        for row, (batch, block) in enumerate(csr.row_coords.tolist()):
+            for local in csr.q_indices[head, pointers[row] : pointers[row + 1]].tolist():
+                token = max(int(cu_seqlens_q[batch]), chunk.first_token) + local
+                found.append((head, token, batch, block))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("problem", [flat_problem, paged_problem])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_chunks_hold_the_edges_of_their_tokens(problem, tokens):
+    q, k, _, selection = problem()
+    per_token = 3 * 4 * (8 * 4 + 8)  # slots, heads, a row in float32 and two LSEs
+    prepared = prepare(selection, q, k, max_workspace_bytes=per_token * tokens + per_token - 1)
+    chunks, ends = prepared.chunks, selection.cu_seqlens_q
+    assert [chunk.tokens for chunk in chunks] == [
+        slice(start, min(start + chunks[0].num_tokens, 9))
+        for start in range(0, 9, chunks[0].num_tokens)
+    ]
+    assert len(chunks) == -(-9 // tokens)
+    (whole,) = prepare(selection, q, k).chunks
+    parts = [edge for chunk in chunks for edge in edges_of(chunk, ends)]
+    assert edges_of(whole, ends) == sorted(parts)
+    assert all(chunk.csr.num_bad_edges.item() == 0 for chunk in chunks)
+    if len(chunks) > 1:
+        with pytest.raises(ValueError, match=f"was prepared in {len(chunks)} chunks: name one"):
+            _ = prepared.csr
+
+
+def test_one_token_is_a_chunk_even_past_the_bound():
+    q, k, _, selection = flat_problem()
+    assert len(prepare(selection, q, k, max_workspace_bytes=1).chunks) == 9
+    with pytest.raises(ValueError, match="max_workspace_bytes must be at least 1, got 0"):
+        prepare(selection, q, k, max_workspace_bytes=0)
+
+
+def test_a_single_chunk_takes_the_tables_as_they_are(monkeypatch):
+    q, k, _, selection = flat_problem()
+    taken = []
+    build = preparation.build_csr_and_schedule
+    monkeypatch.setattr(
+        preparation,
+        "build_csr_and_schedule",
+        lambda *tables, **options: taken.append(tables) or build(*tables, **options),
+    )
+    prepare(selection, q, k)
+    assert taken[0][0] is selection.q2k_indices
+    assert taken[0][1] is selection.cu_seqlens_q
 
 
 def test_a_block_selection_needs_no_preparation():

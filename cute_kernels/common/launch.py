@@ -18,7 +18,7 @@ class TensorMap:
     address : int
         Global address of element 0.
     dtype : str
-        "bf16" or "fp16".
+        "bf16", "fp16" or "fp32".
     dims : tuple of int
         Extents in elements.
     strides : tuple of int

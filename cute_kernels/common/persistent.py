@@ -116,7 +116,6 @@ class PersistentKernel:
         tables = env.tables
         x, y, z = cute.arch.block_idx()
         pairs = ((tables.num_queries + BLOCK - 1) // BLOCK + 1) // 2
-        response = cute.recast_ptr(env.base + self.schedule.smem_offset("clc"), dtype=Int32)
         linear = x
         item = Item(x, y, z, Int32(1), Int32(0))
         if const_expr(self.persistent == "static"):
@@ -130,18 +129,23 @@ class PersistentKernel:
                 linear += cute.arch.grid_dim()[0]
                 item = self.unravel(tables, linear, pairs)
             else:
-                with cute.arch.elect_one():
-                    clc_full = self.barrier(env, "clc_full")
-                    cute.arch.mbarrier_arrive_and_expect_tx(clc_full, 16)
-                    cute.arch.issue_clc_query(clc_full, response, multicast=False)
-                self.wait(env, "clc_full", 0, (index & 1) ^ 1)
-                x, y, z, valid = cute.arch.clc_response(response)
-                item = Item(x, y, z, valid, index)
-                # The next response is written by the asynchronous proxy: this read comes first.
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
+                item = Item(*self.cancel_cta(env, (index & 1) ^ 1), index)
             self.publish_item(env, index, item)
             index += 1
+
+    def cancel_cta(self, env: Env, phase: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """Cancel a CTA that is not launched yet; return its index x, y, z, and if there was one."""
+        response = cute.recast_ptr(env.base + self.schedule.smem_offset("clc"), dtype=Int32)
+        with cute.arch.elect_one():
+            clc_full = self.barrier(env, "clc_full")
+            cute.arch.mbarrier_arrive_and_expect_tx(clc_full, 16)
+            cute.arch.issue_clc_query(clc_full, response, multicast=False)
+        self.wait(env, "clc_full", 0, phase)
+        cta = cute.arch.clc_response(response)
+        # The next response is written by the asynchronous proxy: this read comes first.
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        return cta
 
     def unravel(self, tables: Tables, linear: Int32, pairs: Int32) -> Item:
         """Split a work item number: Q pair fastest, then head, then batch."""

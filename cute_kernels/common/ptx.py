@@ -9,10 +9,43 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
-from cutlass.cute.arch import inline_ptx
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.base_dsl.typing import as_numeric
 
 FULL_WARP = 0xFFFFFFFF
+_CONSTRAINTS = {Float32: "f", Int32: "r", Int64: "l"}
+
+
+def inline_ptx(
+    text: str, *, write_only_types: list[type] | None = None, read_only_args: list | None = None
+) -> Any:
+    """Insert PTX; ``{$w0}`` and ``{$r0}`` name its results and arguments, of 32 or 64 bits.
+
+    The DSL's function of this name copies each float argument to a register of its own first, an
+    instruction that only the assembler removes again.
+    """
+    types = write_only_types or []
+    arguments = [as_numeric(argument) for argument in read_only_args or []]
+    for kind, first, count in (("w", 0, len(types)), ("r", len(types), len(arguments))):
+        for number in range(count):
+            text = text.replace(f"{{${kind}{number}}}", f"${first + number}")
+    constraints = [f"={_CONSTRAINTS[kind]}" for kind in types]
+    constraints += [_CONSTRAINTS[type(argument)] for argument in arguments]
+    made = [kind.mlir_type for kind in types]
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal(made) if len(made) > 1 else made[0] if made else None,
+        [argument.ir_value() for argument in arguments],
+        text.replace("{{", "{").replace("}}", "}"),
+        ",".join(constraints),
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    if len(types) < 2:
+        return types[0](result) if types else None
+    parts = (llvm.extractvalue(kind, result, [number]) for number, kind in enumerate(made))
+    return tuple(kind(part) for kind, part in zip(types, parts, strict=True))
+
 
 # SMEM matrix descriptor (PTX ISA, tcgen05 "Shared memory descriptor"): 128-byte swizzle, version 1,
 # 8-row groups 1024 bytes apart. Strides are stored in units of 16 bytes.
@@ -45,16 +78,16 @@ def smem_descriptor(address: Int32, constant: int) -> tuple[Int32, int]:
 
 
 def mma_chain(
-    d_tmem: int, a: tuple, b: tuple, idesc: int, *, steps: list, accumulate: Int32
+    d_tmem: int | Int32, a: tuple, b: tuple, idesc: int, *, steps: list, accumulate: Int32
 ) -> None:
     """Issue D (+)= A B as one MMA for each 16 values of K (PTX ISA, tcgen05.mma). One thread.
 
     Parameters
     ----------
-    d_tmem : int
+    d_tmem : int or Int32
         First column of D.
     a, b : tuple
-        Descriptors (low word, high word). A in tensor memory is ``(first column,)``.
+        Descriptors (low word, high word). A in tensor memory is ``(first column,)``, int or Int32.
     steps : list of (int, int)
         What each MMA adds to the low words, or to the column, of A and B.
     accumulate : Int32
@@ -65,22 +98,19 @@ def mma_chain(
     lines = [
         "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 d, i, x, y, h, g;",
         "setp.ne.b32 p, {$r0}, 0; setp.eq.b32 q, 0, 0;",
-        f"mov.b32 d, {d_tmem}; mov.b32 i, {idesc}; mov.b32 h, {b[1]};",
+        f"mov.b32 d, {{$r1}}; mov.b32 i, {idesc}; mov.b32 h, {b[1]};",
     ]
     if len(a) == 2:
         lines.append(f"mov.b32 g, {a[1]};")
     for number, (a_step, b_step) in enumerate(steps):
+        lines.append(f"add.s32 x, {{$r3}}, {a_step};" if a_step else "mov.b32 x, {$r3};")
         if len(a) == 2:
-            lines.append(f"add.s32 x, {{$r2}}, {a_step};" if a_step else "mov.b32 x, {$r2};")
             lines.append("mov.b64 a, {x, g};")
-        else:
-            lines.append(f"mov.b32 x, {a[0] + a_step};")
-        lines.append(f"add.s32 y, {{$r1}}, {b_step};" if b_step else "mov.b32 y, {$r1};")
+        lines.append(f"add.s32 y, {{$r2}}, {b_step};" if b_step else "mov.b32 y, {$r2};")
         operand, predicate = ("a" if len(a) == 2 else "[x]"), ("q" if number else "p")
         lines.append("mov.b64 b, {y, h};")
         lines.append(f"tcgen05.mma.cta_group::1.kind::f16 [d], {operand}, b, i, {predicate};")
-    arguments = [Int32(accumulate), b[0], *a[:1]] if len(a) == 2 else [Int32(accumulate), b[0]]
-    inline_ptx(" ".join([*lines, "}"]), read_only_args=arguments)
+    inline_ptx(" ".join([*lines, "}"]), read_only_args=[accumulate, d_tmem, b[0], a[0]])
 
 
 def tmem_load(address: Int32, column: int, columns: int) -> list[Float32]:
@@ -144,6 +174,38 @@ def smem_store(address: Int32, offset: int, value: Int32 | Float32) -> None:
     inline_ptx(f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, value])
 
 
+def gmem_load_v4_if(address: Int64, kept: Any) -> tuple:
+    """Read 16 bytes of global memory past the L1 cache, zeros unless `kept` (PTX ISA, ld)."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
+        "mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+        "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address, Int32(kept)],
+    )
+
+
+def gmem_load_float_if(address: Int64, kept: Any) -> Float32:
+    """Read a float of global memory, -inf unless `kept` (PTX ISA, ld)."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.b32 {$w0}, 0fFF800000; "
+        "@p ld.global.f32 {$w0}, [{$r0}]; }",
+        write_only_types=[Float32],
+        read_only_args=[address, Int32(kept)],
+    )
+
+
+def gmem_store(address: Int64, words: list) -> None:
+    """Write 32-bit words to global memory, 16 bytes at a time where there are so many (st)."""
+    for start in range(0, len(words), 4):
+        part = words[start : start + 4]
+        registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(part)))
+        inline_ptx(
+            f"st.global.v{len(part)}.b32 [{{$r0}}+{4 * start}], {{{registers}}};",
+            read_only_args=[address, *part],
+        )
+
+
 def float_bits(value: Float32) -> Int32:
     """Return the bits of a float as an integer."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
@@ -189,6 +251,15 @@ def mask_below(value: Float32, position: int, bound: Int32) -> Float32:
     )
 
 
+def mask_from(value: Float32, position: int, bound: Int32) -> Float32:
+    """Return -inf where `position` is at least `bound`, else the value (PTX ISA, setp and selp)."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ge.s32 p, {$r1}, {$r2}; selp.f32 {$w0}, 0fFF800000, {$r0}, p; }",
+        write_only_types=[Float32],
+        read_only_args=[value, Int32(position), bound],
+    )
+
+
 def pack(low: Float32, high: Float32, dtype: type) -> Int32:
     """Round two floats to `dtype`, the first into the low half of a word (PTX ISA, cvt)."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
@@ -196,6 +267,19 @@ def pack(low: Float32, high: Float32, dtype: type) -> Int32:
         f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
         write_only_types=[Int32],
         read_only_args=[low, high],
+    )
+
+
+def unpack(word: Int32, dtype: type) -> tuple:
+    """Return the floats that a word holds, two of 16 bits or one of 32 (PTX ISA, cvt)."""
+    if dtype is Float32:
+        return (bits_float(word),)
+    if dtype is BFloat16:
+        return bits_float(word << 16), bits_float(word & -65536)
+    return inline_ptx(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[word],
     )
 
 

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 ROWS, COLUMNS = 128, 128
 TILE_BYTES = ROWS * COLUMNS * 2
 HALF_BYTES = TILE_BYTES // 2  # 64 columns: one 128-byte swizzle atom wide
+SWIZZLE_BYTES = 128
 
 
 class Ring(NamedTuple):
@@ -39,6 +40,22 @@ def tile_layout(dtype: type) -> cute.ComposedLayout:
     """Return the layout of a tile: two halves of 64 columns, 128-byte rows, 128-byte swizzle."""
     atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (ROWS, COLUMNS), order=(0, 1))
+
+
+def box_layout(rows: int, columns: int) -> cute.ComposedLayout:
+    """Return the layout in shared memory of rows of 128 bytes with 128-byte swizzle.
+
+    The swizzle is one of addresses, so that a box may start at any multiple of 128 bytes.
+    """
+    layout = cute.make_layout((rows, columns), stride=(columns, 1))
+    return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
+
+
+def box_at(address: Int32, rows: int, dtype: type) -> cute.Tensor:
+    """View rows of 128 bytes from a shared address, a multiple of 128."""
+    layout = box_layout(rows, SWIZZLE_BYTES * 8 // dtype.width)
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=SWIZZLE_BYTES)
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
 
 
 def tile_at(base: cute.Pointer, offset: Int32 | int, dtype: type) -> cute.Tensor:

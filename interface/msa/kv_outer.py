@@ -1,8 +1,9 @@
 """KV-outer attention in plain torch: what the device kernels K1 and K2 must equal.
 
 K1 walks the work items of a schedule: it loads one KV block, attends to it from the query tokens
-that chose it, and stores a normalised partial output and its LSE in a slot of the query's own. K2
-merges the partials of each query, which is exact:
+that chose it, and stores a normalised partial output and its LSE in a slot of the query's own. A
+selection that was prepared in chunks of query tokens is handled chunk by chunk. K2 merges the
+partials of each query, which is exact:
 
     w_s = exp(lse_s - max lse)        out = sum w_s out_s / sum w_s        lse = log sum exp(lse_s)
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from sparse_atten.attention import check
 from sparse_atten.contracts import TokenSelection, options_of
-from sparse_atten.cute_kernels.common.arguments import describe
+from sparse_atten.cute_kernels.common.arguments import describe, expect_int
 from sparse_atten.preparation import PreparedSelection
 from sparse_atten.reference import accumulator_dtype, without_autocast
 from sparse_atten.sequences import sequences_of
@@ -34,6 +35,7 @@ def partial_attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     lse_temperature: float | None = None,
+    chunk: int = 0,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Attend block by block (K1): a partial result for each query and each of its KV blocks.
 
@@ -49,6 +51,8 @@ def partial_attention(
         Finite and positive; None is 1 / sqrt(D).
     lse_temperature : float, optional
         Also return the partial log-sum-exps of ``lse_temperature * softmax_scale * s``.
+    chunk : int
+        Which of the chunks of query tokens that were prepared; Tq below is the number of its own.
 
     Returns
     -------
@@ -79,13 +83,15 @@ def partial_attention(
         lse_temperature=lse_temperature,
         return_lse=True,
     )
-    selection, csr, schedule = prepared.selection, prepared.csr, prepared.schedule
+    expect_int("chunk", chunk, 0, len(prepared.chunks) - 1)
+    selection, part = prepared.selection, prepared.chunks[chunk]
+    csr, schedule, first_token = part.csr, part.schedule, part.first_token
     problem = check(q, k, v, selection, options)
     sequences = sequences_of(selection, problem.num_keys)
     group, block = problem.group_size, selection.block_size
 
     dtype = accumulator_dtype(q)
-    shape = (csr.table_width, problem.num_queries, problem.num_q_heads)
+    shape = (csr.table_width, part.num_tokens, problem.num_q_heads)
     nothing = torch.full(shape, float("nan"), dtype=dtype, device=q.device)
     o_partial = nothing[..., None].repeat(1, 1, 1, problem.value_dim)
     lse_partial, lse_t_partial = nothing.clone(), nothing.clone()
@@ -103,20 +109,22 @@ def partial_attention(
             _load_block(x, selection, kv_head, **where)[:left].to(dtype) for x in (k, v)
         )
 
-        token = int(sequences.q_start[batch]) + local
+        token = max(int(sequences.q_start[batch]), first_token) + local
         heads = slice(kv_head * group, (kv_head + 1) * group)
         queries = q[token, heads].to(dtype)  # [q_count, G, D]
         with without_autocast(q):
             scores = options.softmax_scale * (queries @ keys.T)
         position = kv_block * block + torch.arange(keys.shape[0], device=q.device)
-        last_key = local + num_keys - num_queries if causal else local.new_full((1,), num_keys)
+        shift = num_keys - num_queries - int(sequences.q_start[batch])
+        last_key = token + shift if causal else local.new_full((1,), num_keys)
         seen = (position <= last_key[:, None])[:, None]  # [q_count or 1, 1, L]
 
-        o_partial[slot, token, heads] = _average(scores, seen, values)
-        lse_partial[slot, token, heads] = scores.masked_fill(~seen, _NEVER).logsumexp(-1)
+        place = (slot, token - first_token, heads)
+        o_partial[place] = _average(scores, seen, values)
+        lse_partial[place] = scores.masked_fill(~seen, _NEVER).logsumexp(-1)
         if lse_temperature is not None:
             warm = (lse_temperature * scores).masked_fill(~seen, _NEVER)
-            lse_t_partial[slot, token, heads] = warm.logsumexp(-1)
+            lse_t_partial[place] = warm.logsumexp(-1)
     if lse_temperature is not None:
         return o_partial, lse_partial, lse_t_partial
     return o_partial, lse_partial
