@@ -20,7 +20,7 @@ def main() -> None:
 
 def render(text: str) -> str:
     """Replace what stands between the markers of each table."""
-    for name, table in (("topk", topk_table()), ("csr", csr_table())):
+    for name, table in (("topk", topk_table()), ("csr", csr_table()), ("k2", k2_table())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
         before, rest = text.split(begin)
         text = before + begin + "\n".join(table) + "\n" + end + rest.split(end)[1]
@@ -75,6 +75,22 @@ def csr_table() -> list[str]:
         lines.append(
             f"| {row['case'].removeprefix('csr-')} | {ours:,.1f} us | {reference:,.0f} us "
             f"| {row['workspace_bytes'] / 2**20:,.1f} MiB | {host} us |"
+        )
+    return lines
+
+
+def k2_table() -> list[str]:
+    """One line for each shape: the merge, and a copy of as many bytes."""
+    lines = [
+        "| queries x heads x K, partials to output | K2 | bandwidth | a copy's | of the copy's |",
+        "|---|---|---|---|---|",
+    ]
+    rows = _read("k2.jsonl")
+    for ours, copy in zip(rows[::2], rows[1::2], strict=True):
+        lines.append(
+            f"| {ours['case']} | {ours['graph_us'][0]:,.1f} us "
+            f"| {ours['gigabytes_per_second'] / 1e3:.2f} TB/s "
+            f"| {copy['gigabytes_per_second'] / 1e3:.2f} TB/s | {100 * ours['of_copy']:.0f} % |"
         )
     return lines
 
