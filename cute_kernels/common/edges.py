@@ -125,6 +125,7 @@ class EdgeKernel(PersistentKernel):
         self.tokens = TILE_ROWS // self.group  # of a tile
         self.parts = max(1, self.tokens // WINDOW)  # windows of a tile
         self.in_window = min(self.tokens, WINDOW)  # of a tile's tokens
+        self.unroll = 1 if self.in_window == WINDOW else self.in_window  # of loops over these
 
     @cute.jit
     def scheduler(self, env: Env) -> None:
@@ -370,7 +371,7 @@ class EdgeKernel(PersistentKernel):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
         address = ptx.opaque(env.smem + stage * (TILE_BYTES // 8))
         address += self.schedule.smem_offset("q") + part * WINDOW * self.group * SWIZZLE_BYTES
-        for j in cutlass.range(self.in_window, unroll_full=self.in_window < WINDOW):
+        for j in cutlass.range(self.in_window, unroll=self.unroll):
             place = cute.arch.shuffle_sync(token, start + j)
             for half in range_constexpr(2):
                 rows = address + (half * HALF_BYTES + j * self.group * SWIZZLE_BYTES)
