@@ -63,7 +63,6 @@ from sparse_atten.cute_kernels.common.edges import (
     ITEM_BYTES,
     META_BYTES,
     META_SLOTS,
-    NO_ITEM,
     SEEN,
     TILE_ROWS,
     WINDOW,
@@ -273,7 +272,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def mma(self, env: Env) -> None:
         """Issue S = Q K^T two tiles ahead of O = P V."""
-        item = self.take_item(env, NO_ITEM)
+        item = self.take_item(env, Item.none())
         while item.first < item.end:
             self.wait(env, "k_full", 0, item.order & 1)
             ahead = item.first
@@ -348,7 +347,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def softmax(self, env: Env, stage: cutlass.Constexpr) -> None:
         """Turn S into P, one row for each thread, for the tiles of one stage."""
-        item = self.take_item(env, NO_ITEM)
+        item = self.take_item(env, Item.none())
         while item.first < item.end:
             tile = item.first + ((item.first ^ stage) & 1)
             while tile < item.end:
@@ -439,8 +438,8 @@ class MsaPartialSm100(EdgeKernel):
         source = env.smem + first * SWIZZLE_BYTES + thread * 16
         target = SCHEDULE.smem_offset("tail") + stage * TAIL_BYTES
         for half in range_constexpr(2):
-            words = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
-            words = [word & kept for word in words]
+            rows = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
+            words = [word & kept for word in rows]
             ptx.smem_store_v4(env.smem + thread * 16, target + half * (TAIL_BYTES // 2), words)
 
     def sum_address(self, env: Env, stage_offset: Int32 | int) -> tuple[Int32, int]:
@@ -467,7 +466,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def epilogue(self, env: Env) -> None:
         """O divided by the sum, rounded, to shared memory."""
-        item = self.take_item(env, NO_ITEM)
+        item = self.take_item(env, Item.none())
         while item.first < item.end:
             tile = item.first
             while tile < item.end:
@@ -524,7 +523,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def store(self, env: Env) -> None:
         """Write staged pieces to the slots of their tokens."""
-        item = self.take_item(env, NO_ITEM)
+        item = self.take_item(env, Item.none())
         while item.first < item.end:
             tile = item.first
             while tile < item.end:

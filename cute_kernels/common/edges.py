@@ -76,6 +76,12 @@ class Item(NamedTuple):
     order: Int32  # how many items this CTA took before
     slot: Int32  # 8 times the slot of the queue
 
+    @classmethod
+    def none(cls) -> Item:
+        """Return what comes before the first item."""
+        zero = Int32(0)
+        return cls(zero, zero, zero, Int32(-1), zero)
+
 
 class Job(NamedTuple):
     """What the scheduler warp made of a row of `work_items`."""
@@ -109,9 +115,6 @@ def extent(
     """Return first and end of a sequence of a packed tensor of `length` tokens."""
     start = clamp(read_int(offsets, Int64(batch) * stride), 0, length)
     return start, clamp(read_int(offsets, Int64(batch + 1) * stride), start, length)
-
-
-NO_ITEM = Item(0, 0, 0, -1, 0)  # before the first
 
 
 class EdgeKernel(PersistentKernel):
@@ -262,7 +265,7 @@ class EdgeKernel(PersistentKernel):
     @cute.jit
     def load(self, env: Env) -> None:
         """Gather the query tokens of each tile and publish what is known of them."""
-        item = self.next_item(env, NO_ITEM)
+        item = self.next_item(env, Item.none())
         while item.first < item.end:
             address, offset = (
                 env.smem + item.slot * (ITEM_BYTES // 8),
@@ -383,8 +386,8 @@ class EdgeKernel(PersistentKernel):
     ) -> None:
         """Load a box of Q (operand 0) or store one of O (3); place: KV head, 128 bytes, token."""
         atom, tensor = env.maps[operand]
-        rows = tensor[(None, None, *place[2:])]
-        rows = cute.local_tile(rows, box.shape, place[:2])
+        token = (None, None, *place[2:])
+        rows = cute.local_tile(tensor[token], box.shape, place[:2])
         source, target = tiles.boxes(atom, box, rows)
         if const_expr(operand == 0):
             cute.copy(atom, target, source, tma_bar_ptr=full)
