@@ -63,7 +63,6 @@ from sparse_atten.cute_kernels.common.edges import (
     ITEM_BYTES,
     META_BYTES,
     META_SLOTS,
-    NO_ITEM,
     SEEN,
     TILE_ROWS,
     WINDOW,
@@ -273,7 +272,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def mma(self, env: Env) -> None:
         """Issue S = Q K^T two tiles ahead of O = P V."""
-        item = self.take_item(env, NO_ITEM)
+        item = self.take_item(env, Item.none())
         while item.first < item.end:
             self.wait(env, "k_full", 0, item.order & 1)
             ahead = item.first
@@ -348,7 +347,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def softmax(self, env: Env, stage: cutlass.Constexpr) -> None:
         """Turn S into P, one row for each thread, for the tiles of one stage."""
-        item = self.take_item(env, NO_ITEM)
+        item = self.take_item(env, Item.none())
         while item.first < item.end:
             tile = item.first + ((item.first ^ stage) & 1)
             while tile < item.end:
@@ -403,17 +402,14 @@ class MsaPartialSm100(EdgeKernel):
         self.wait(env, "sum_empty", stage, phase ^ 1)
         ptx.smem_store(*self.sum_address(env, stage * TILE_ROWS * 4), total)
         self.arrive(env, "sum_full", stage)
-        where = (*self.read_place(env, tile), item.kv_head)
-        self.release_meta(env, tile)
-        self.store_lse(env, env.tables.lse, where, m_log2, total)
+        lse = (m_log2 + ptx.log2(total)) * math.log(2.0)
+        lse_t = lse
         if const_expr(self.config.temperature):
-            scale = env.tables.scale_t_log2
+            scale, sums = env.tables.scale_t_log2, (Float32(0.0), Float32(0.0))
             m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
-            _, sums = softmax.exponentials(
-                scores, scale, m_log2, (Float32(0.0), Float32(0.0)), cubic=exact * 4
-            )
-            total = sums[0] + sums[1]
-            self.store_lse(env, env.tables.lse_t, where, m_log2, total)
+            _, sums = softmax.exponentials(scores, scale, m_log2, sums, cubic=exact * 4)
+            lse_t = (m_log2 + ptx.log2(sums[0] + sums[1])) * math.log(2.0)
+        self.store_lse(env, tile, item.kv_head, (lse, lse_t))
 
     def read_place(self, env: Env, tile: Int32) -> tuple[Int32, Int32]:
         """Return what is known of the token of this thread's row."""
@@ -442,8 +438,8 @@ class MsaPartialSm100(EdgeKernel):
         source = env.smem + first * SWIZZLE_BYTES + thread * 16
         target = SCHEDULE.smem_offset("tail") + stage * TAIL_BYTES
         for half in range_constexpr(2):
-            words = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
-            words = [word & kept for word in words]
+            rows = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
+            words = [word & kept for word in rows]
             ptx.smem_store_v4(env.smem + thread * 16, target + half * (TAIL_BYTES // 2), words)
 
     def sum_address(self, env: Env, stage_offset: Int32 | int) -> tuple[Int32, int]:
@@ -452,27 +448,25 @@ class MsaPartialSm100(EdgeKernel):
 
     @cute.jit
     def store_lse(
-        self,
-        env: Env,
-        target: cute.Pointer,
-        where: tuple[Int32, Int32, Int32],
-        m_log2: Float32,
-        total: Float32,
+        self, env: Env, tile: Int32, kv_head: Int32, values: tuple[Float32, Float32]
     ) -> None:
-        """Write this row's LSE: -inf where it sees no key, nothing where it has no token."""
-        token, place, kv_head = where
+        """Write this row's LSEs, -inf where it sees no key; nothing where it has no token."""
+        token, place = self.read_place(env, tile)
+        self.release_meta(env, tile)
         if token >= 0:
             head = kv_head * self.group + (self.row() & (self.group - 1))
             line = Int64(place >> 8) * env.tables.chunk + token
-            lse = (m_log2 + ptx.log2(total)) * math.log(2.0)
-            cute.arch.store(target + (line * env.tables.num_q_heads + head), lse)
+            at = line * env.tables.num_q_heads + head
+            cute.arch.store(env.tables.lse + at, values[0])
+            if const_expr(self.config.temperature):
+                cute.arch.store(env.tables.lse_t + at, values[1])
 
     # ---- epilogue ------------------------------------------------------------------------------
 
     @cute.jit
     def epilogue(self, env: Env) -> None:
         """O divided by the sum, rounded, to shared memory."""
-        item = self.take_item(env, NO_ITEM)
+        item = self.take_item(env, Item.none())
         while item.first < item.end:
             tile = item.first
             while tile < item.end:
@@ -529,7 +523,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def store(self, env: Env) -> None:
         """Write staged pieces to the slots of their tokens."""
-        item = self.take_item(env, NO_ITEM)
+        item = self.take_item(env, Item.none())
         while item.first < item.end:
             tile = item.first
             while tile < item.end:
@@ -554,7 +548,7 @@ class MsaPartialSm100(EdgeKernel):
             self.wait(env, "out_full", 0, (piece >> 1) & 1, slot)
             address = ptx.opaque(env.smem + slot * (TILE_BYTES // 8)) + SCHEDULE.smem_offset("out")
             for part in range_constexpr(self.parts):
-                for j in cutlass.range(self.in_window, unroll_full=self.in_window < WINDOW):
+                for j in cutlass.range(self.in_window, unroll=self.unroll):
                     token, place = (cute.arch.shuffle_sync(x, j) for x in places[part])
                     rows = address + (part * WINDOW + j) * self.group * SWIZZLE_BYTES
                     self.store_token(env, rows, (kv_head, number, token, place >> 8))

@@ -29,7 +29,9 @@ class Case:
     kv_heads: int = 1
     width: int = 4
     keep: float = 0.8  # of the entries of a list; the others are -1
-    ids: str = "random"  # or "hot": all choose block 1; "none"; "repeated"; "local": the last too
+    # "random"; "hot": all choose block 1; "first": all choose block 0 and no other; "none";
+    # "repeated"; "local": all choose their own block.
+    ids: str = "random"
     causal: bool = False
     layout: str | None = None  # of pages
     used: tuple[int, ...] | None = None  # seqused_k of flat keys
@@ -138,9 +140,12 @@ def make_ids(case: Case, generator: torch.Generator) -> torch.Tensor:
         ids = ids.masked_fill(dropped, -1)
         if case.ids == "none":
             ids[:] = -1
-        if case.ids == "hot":
-            ids[ids == 1] = -1
-            ids[..., 0] = min(1, blocks - 1)
+        if case.ids == "first":
+            ids[:] = -1
+        if case.ids in ("hot", "first"):
+            chosen = min(int(case.ids == "hot"), blocks - 1)
+            ids[ids == chosen] = -1
+            ids[..., 0] = chosen
         if case.ids == "local" and blocks:
             last = (torch.arange(num_queries) + num_keys - num_queries).clamp(0) // BLOCK
             ids[ids == last[:, None]] = -1

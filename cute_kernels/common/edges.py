@@ -76,6 +76,12 @@ class Item(NamedTuple):
     order: Int32  # how many items this CTA took before
     slot: Int32  # 8 times the slot of the queue
 
+    @classmethod
+    def none(cls) -> Item:
+        """Return what comes before the first item."""
+        zero = Int32(0)
+        return cls(zero, zero, zero, Int32(-1), zero)
+
 
 class Job(NamedTuple):
     """What the scheduler warp made of a row of `work_items`."""
@@ -111,9 +117,6 @@ def extent(
     return start, clamp(read_int(offsets, Int64(batch + 1) * stride), start, length)
 
 
-NO_ITEM = Item(0, 0, 0, -1, 0)  # before the first
-
-
 class EdgeKernel(PersistentKernel):
     """Roles `scheduler` and `load`, and what the other roles read of items and tiles."""
 
@@ -125,6 +128,7 @@ class EdgeKernel(PersistentKernel):
         self.tokens = TILE_ROWS // self.group  # of a tile
         self.parts = max(1, self.tokens // WINDOW)  # windows of a tile
         self.in_window = min(self.tokens, WINDOW)  # of a tile's tokens
+        self.unroll = 1 if self.in_window == WINDOW else self.in_window  # of loops over these
 
     @cute.jit
     def scheduler(self, env: Env) -> None:
@@ -261,7 +265,7 @@ class EdgeKernel(PersistentKernel):
     @cute.jit
     def load(self, env: Env) -> None:
         """Gather the query tokens of each tile and publish what is known of them."""
-        item = self.next_item(env, NO_ITEM)
+        item = self.next_item(env, Item.none())
         while item.first < item.end:
             address, offset = (
                 env.smem + item.slot * (ITEM_BYTES // 8),
@@ -370,7 +374,7 @@ class EdgeKernel(PersistentKernel):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
         address = ptx.opaque(env.smem + stage * (TILE_BYTES // 8))
         address += self.schedule.smem_offset("q") + part * WINDOW * self.group * SWIZZLE_BYTES
-        for j in cutlass.range(self.in_window, unroll_full=self.in_window < WINDOW):
+        for j in cutlass.range(self.in_window, unroll=self.unroll):
             place = cute.arch.shuffle_sync(token, start + j)
             for half in range_constexpr(2):
                 rows = address + (half * HALF_BYTES + j * self.group * SWIZZLE_BYTES)
@@ -382,8 +386,8 @@ class EdgeKernel(PersistentKernel):
     ) -> None:
         """Load a box of Q (operand 0) or store one of O (3); place: KV head, 128 bytes, token."""
         atom, tensor = env.maps[operand]
-        rows = tensor[(None, None, *place[2:])]
-        rows = cute.local_tile(rows, box.shape, place[:2])
+        token = (None, None, *place[2:])
+        rows = cute.local_tile(tensor[token], box.shape, place[:2])
         source, target = tiles.boxes(atom, box, rows)
         if const_expr(operand == 0):
             cute.copy(atom, target, source, tma_bar_ptr=full)

@@ -10,7 +10,7 @@ other roles run from these words, so that they agree on trip counts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -42,7 +42,7 @@ def round_barrier(readers: tuple[str, ...]) -> Barrier:
 class Env(NamedTuple):
     """What a role may touch."""
 
-    tables: Tables
+    tables: Any  # the kernel's arguments beside the TMA descriptors
     maps: tuple  # TMA (atom, tensor) of q, k, v and the output
     base: cute.Pointer  # shared memory
     smem: Int32  # shared address of `base`

@@ -12,39 +12,34 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.base_dsl.typing import as_numeric
+from cutlass.cute.arch import inline_ptx
 
 FULL_WARP = 0xFFFFFFFF
-_CONSTRAINTS = {Float32: "f", Int32: "r", Int64: "l"}
+_CONSTRAINTS = {Float32: "f", Int32: "r"}
 
 
-def inline_ptx(
-    text: str, *, write_only_types: list[type] | None = None, read_only_args: list | None = None
-) -> Any:
-    """Insert PTX; ``{$w0}`` and ``{$r0}`` name its results and arguments, of 32 or 64 bits.
+def direct_ptx(text: str, result: Any, arguments: list) -> Any:
+    """Insert PTX with at most one result and with float arguments, as `inline_ptx` does.
 
-    The DSL's function of this name copies each float argument to a register of its own first, an
-    instruction that only the assembler removes again.
+    That function copies each float argument to a register of its own first, an instruction that
+    only the assembler removes again.
     """
-    types = write_only_types or []
-    arguments = [as_numeric(argument) for argument in read_only_args or []]
-    for kind, first, count in (("w", 0, len(types)), ("r", len(types), len(arguments))):
-        for number in range(count):
-            text = text.replace(f"{{${kind}{number}}}", f"${first + number}")
-    constraints = [f"={_CONSTRAINTS[kind]}" for kind in types]
+    arguments = [as_numeric(argument) for argument in arguments]
+    names = ["{$w0}"] if result else []
+    names += [f"{{$r{number}}}" for number in range(len(arguments))]
+    for number, name in enumerate(names):
+        text = text.replace(name, f"${number}")
+    constraints = [f"={_CONSTRAINTS[result]}"] if result else []
     constraints += [_CONSTRAINTS[type(argument)] for argument in arguments]
-    made = [kind.mlir_type for kind in types]
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal(made) if len(made) > 1 else made[0] if made else None,
+    made = llvm.inline_asm(
+        result.mlir_type if result else None,
         [argument.ir_value() for argument in arguments],
-        text.replace("{{", "{").replace("}}", "}"),
+        text,
         ",".join(constraints),
         has_side_effects=True,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
-    if len(types) < 2:
-        return types[0](result) if types else None
-    parts = (llvm.extractvalue(kind, result, [number]) for number, kind in enumerate(made))
-    return tuple(kind(part) for kind, part in zip(types, parts, strict=True))
+    return result(made) if result else None
 
 
 # SMEM matrix descriptor (PTX ISA, tcgen05 "Shared memory descriptor"): 128-byte swizzle, version 1,
@@ -95,22 +90,29 @@ def mma_chain(
     """
     # Registers of our own: the compiler turns constant operands into immediates, which the MMA
     # does not take.
+    known = {"d": d_tmem, "x": a[0]}
+    arguments = [Int32(accumulate), b[0], *(x for x in known.values() if not isinstance(x, int))]
+    d = d_tmem if isinstance(d_tmem, int) else "{$r2}"
+    first = a[0] if isinstance(a[0], int) else f"{{$r{len(arguments) - 1}}}"
     lines = [
         "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 d, i, x, y, h, g;",
         "setp.ne.b32 p, {$r0}, 0; setp.eq.b32 q, 0, 0;",
-        f"mov.b32 d, {{$r1}}; mov.b32 i, {idesc}; mov.b32 h, {b[1]};",
+        f"mov.b32 d, {d}; mov.b32 i, {idesc}; mov.b32 h, {b[1]};",
     ]
     if len(a) == 2:
         lines.append(f"mov.b32 g, {a[1]};")
     for number, (a_step, b_step) in enumerate(steps):
-        lines.append(f"add.s32 x, {{$r3}}, {a_step};" if a_step else "mov.b32 x, {$r3};")
+        if isinstance(first, int):
+            lines.append(f"mov.b32 x, {first + a_step};")
+        else:
+            lines.append(f"add.s32 x, {first}, {a_step};" if a_step else f"mov.b32 x, {first};")
         if len(a) == 2:
             lines.append("mov.b64 a, {x, g};")
-        lines.append(f"add.s32 y, {{$r2}}, {b_step};" if b_step else "mov.b32 y, {$r2};")
+        lines.append(f"add.s32 y, {{$r1}}, {b_step};" if b_step else "mov.b32 y, {$r1};")
         operand, predicate = ("a" if len(a) == 2 else "[x]"), ("q" if number else "p")
         lines.append("mov.b64 b, {y, h};")
         lines.append(f"tcgen05.mma.cta_group::1.kind::f16 [d], {operand}, b, i, {predicate};")
-    inline_ptx(" ".join([*lines, "}"]), read_only_args=[accumulate, d_tmem, b[0], a[0]])
+    inline_ptx(" ".join([*lines, "}"]), read_only_args=arguments)
 
 
 def tmem_load(address: Int32, column: int, columns: int) -> list[Float32]:
@@ -127,9 +129,10 @@ def tmem_load(address: Int32, column: int, columns: int) -> list[Float32]:
 def tmem_store(address: Int32, column: int, words: list) -> None:
     """Start to write 32-bit columns, from `column`, of the thread's lane (PTX ISA, tcgen05.st)."""
     registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
-    inline_ptx(
+    direct_ptx(
         f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}+{column}], {{{registers}}};",
-        read_only_args=[address, *words],
+        None,
+        [address, *words],
     )
 
 
@@ -223,50 +226,44 @@ def opaque(value: Int32) -> Int32:
 
 def exp2(x: Float32) -> Float32:
     """Return 2^x on the special function unit (PTX ISA, ex2)."""
-    return inline_ptx(
-        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
-    )
+    return direct_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32, [x])
 
 
 def log2(x: Float32) -> Float32:
     """Return log2 x on the special function unit (PTX ISA, lg2)."""
-    return inline_ptx(
-        "lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
-    )
+    return direct_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", Float32, [x])
 
 
 def max3(a: Float32, b: Float32, c: Float32) -> Float32:
     """Return the largest of three; a NaN loses (PTX ISA, max with three inputs)."""
-    return inline_ptx(
-        "max.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
-    )
+    return direct_ptx("max.f32 {$w0}, {$r0}, {$r1}, {$r2};", Float32, [a, b, c])
 
 
 def mask_below(value: Float32, position: int, bound: Int32) -> Float32:
     """Return -inf where `position` is below `bound`, else the value (PTX ISA, setp and selp)."""
-    return inline_ptx(
+    return direct_ptx(
         "{ .reg .pred p; setp.lt.s32 p, {$r1}, {$r2}; selp.f32 {$w0}, 0fFF800000, {$r0}, p; }",
-        write_only_types=[Float32],
-        read_only_args=[value, Int32(position), bound],
+        Float32,
+        [value, Int32(position), bound],
     )
 
 
 def mask_from(value: Float32, position: int, bound: Int32) -> Float32:
     """Return -inf where `position` is at least `bound`, else the value (PTX ISA, setp and selp)."""
-    return inline_ptx(
+    return direct_ptx(
         "{ .reg .pred p; setp.ge.s32 p, {$r1}, {$r2}; selp.f32 {$w0}, 0fFF800000, {$r0}, p; }",
-        write_only_types=[Float32],
-        read_only_args=[value, Int32(position), bound],
+        Float32,
+        [value, Int32(position), bound],
     )
 
 
 def pack(low: Float32, high: Float32, dtype: type) -> Int32:
     """Round two floats to `dtype`, the first into the low half of a word (PTX ISA, cvt)."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
-    return inline_ptx(
+    return direct_ptx(
         f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-        write_only_types=[Int32],
-        read_only_args=[low, high],
+        Int32,
+        [low, high],
     )
 
 
@@ -304,9 +301,9 @@ def exp2_cubic(a: Float32, b: Float32) -> tuple[Float32, Float32]:
 
 def _scale_exponent(mantissa: Float32, exponent: Float32) -> Float32:
     """Add the integer in the low bits of `exponent` to the exponent field of `mantissa`."""
-    return inline_ptx(
+    return direct_ptx(
         "{ .reg .b32 e, m; mov.b32 e, {$r1}; mov.b32 m, {$r0}; mad.lo.s32 m, e, 8388608, m; "
         "mov.b32 {$w0}, m; }",
-        write_only_types=[Float32],
-        read_only_args=[mantissa, exponent],
+        Float32,
+        [mantissa, exponent],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -51,7 +51,7 @@ def box_layout(rows: int, columns: int) -> cute.ComposedLayout:
     return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
 
 
-def box_at(address: Int32, rows: int, dtype: type) -> cute.Tensor:
+def box_at(address: Int32, rows: int, dtype: Any) -> cute.Tensor:
     """View rows of 128 bytes from a shared address, a multiple of 128."""
     layout = box_layout(rows, SWIZZLE_BYTES * 8 // dtype.width)
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=SWIZZLE_BYTES)
