@@ -146,6 +146,7 @@ SCHEDULE = Schedule(
         Region("tmem_address", 16),
     ),
 )
+EXACT = [False] * (BLOCK // 2)  # no pair of exponentials is a cubic
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
@@ -374,18 +375,17 @@ class MsaPartialSm100(EdgeKernel):
         ptx.fence_tmem_after_sync()
         if cute.arch.vote_any_sync(seen < BLOCK):
             self.mask(lanes, s_column, seen)
-        scores = []
-        for start in range_constexpr(0, BLOCK, 32):
-            scores += ptx.tmem_load(lanes, s_column + start, 32)
-        cute.arch.fence_view_async_tmem_load()
-
+        scores = self.load_scores(lanes, s_column)
         best, scale = softmax.row_max(scores), env.tables.scale_log2
+        lse_t = Float32(0.0)
+        if const_expr(self.config.temperature):
+            lse_t = self.temperature_lse(env, lanes + s_column, best)
+            scores = self.load_scores(lanes, s_column)  # again: too many to keep
         m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
-        sums, exact = (Float32(0.0), Float32(0.0)), [False] * 16
+        sums = (Float32(0.0), Float32(0.0))
         for start in range_constexpr(0, BLOCK, 32):
-            values, sums = softmax.exponentials(
-                scores[start : start + 32], scale, m_log2, sums, cubic=exact
-            )
+            chunk = scores[start : start + 32]
+            values, sums = softmax.exponentials(chunk, scale, m_log2, sums, cubic=EXACT)
             words = softmax.packed(values, self.dtype)
             column = SCHEDULE.tmem_column("P") + stage * BLOCK + start // 2
             ptx.tmem_store(lanes, column, words)
@@ -403,13 +403,30 @@ class MsaPartialSm100(EdgeKernel):
         ptx.smem_store(*self.sum_address(env, stage * TILE_ROWS * 4), total)
         self.arrive(env, "sum_full", stage)
         lse = (m_log2 + ptx.log2(total)) * math.log(2.0)
-        lse_t = lse
-        if const_expr(self.config.temperature):
-            scale, sums = env.tables.scale_t_log2, (Float32(0.0), Float32(0.0))
-            m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
-            _, sums = softmax.exponentials(scores, scale, m_log2, sums, cubic=exact * 4)
-            lse_t = (m_log2 + ptx.log2(sums[0] + sums[1])) * math.log(2.0)
         self.store_lse(env, tile, item.kv_head, (lse, lse_t))
+
+    def load_scores(self, lanes: Int32, column: int) -> list[Float32]:
+        """Read this thread's row of S."""
+        scores = []
+        for start in range(0, BLOCK, 32):
+            scores += ptx.tmem_load(lanes, column + start, 32)
+        cute.arch.fence_view_async_tmem_load()
+        return scores
+
+    @cute.jit
+    def temperature_lse(self, env: Env, source: Int32, best: Float32) -> Float32:
+        """Return the LSE of the row's scores times the temperature, read 32 at a time.
+
+        A loop that stays one: unrolled, additions are put off and their terms spilled.
+        """
+        scale, sums = env.tables.scale_t_log2, (Float32(0.0), Float32(0.0))
+        m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
+        for _ in cutlass.range(BLOCK // 32, unroll=1):
+            scores = ptx.tmem_load(source, 0, 32)
+            cute.arch.fence_view_async_tmem_load()
+            _, sums = softmax.exponentials(scores, scale, m_log2, sums, cubic=EXACT)
+            source += 32
+        return (m_log2 + ptx.log2(sums[0] + sums[1])) * math.log(2.0)
 
     def read_place(self, env: Env, tile: Int32) -> tuple[Int32, Int32]:
         """Return what is known of the token of this thread's row."""

@@ -243,8 +243,9 @@ SHIPPED = {
     "G 1": msa_k1_sm100.Config(group_size=1, causal=True),
     "fp16, static": msa_k1_sm100.Config(dtype="fp16", causal=True, persistent="static"),
     "temperature": msa_k1_sm100.Config(causal=True, temperature=True),
+    "options": OPTIONS.config,
 }
-ALWAYS = ("prefill", "not causal")
+ALWAYS = ("prefill", "not causal", "options")
 
 
 @pytest.mark.parametrize(
