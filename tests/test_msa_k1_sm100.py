@@ -28,7 +28,7 @@ from sparse_atten.cute_kernels.common.launch import TensorMap
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.msa_arguments import Partials
 from sparse_atten.msa import kv_outer
-from sparse_atten.preparation import PreparedSelection
+from sparse_atten.preparation import PreparedSelection, QueryChunk
 from sparse_atten.scheduler.reference import Splitting, schedule_of
 
 TARGET = Target("sm_100a")
@@ -172,7 +172,8 @@ def test_equals_the_torch_form_of_the_pass(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kv_outer, "check", validate)
     call = make_call(next(case for case in CASES if case.name == name))
     got = result_of(call)
-    prepared = PreparedSelection(call.selection, call.csr, call.schedule)
+    chunk = QueryChunk(0, call.q.shape[0], call.csr, call.schedule)
+    prepared = PreparedSelection(call.selection, (chunk,), call.q.shape[1], 0)
     wanted = kv_outer.partial_attention(
         call.q,
         call.k,
