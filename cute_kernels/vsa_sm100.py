@@ -42,6 +42,7 @@ cubic; PTX ISA for tcgen05, mbarrier, cp.async.bulk.tensor and clusterlaunchcont
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,11 @@ class Config:
             raise ValueError(f"cubic_pairs must be in 0..16, got {self.cubic_pairs}")
         if not 0 <= self.rescale_threshold <= 8:
             raise ValueError(f"rescale_threshold must be in 0..8, got {self.rescale_threshold}")
+
+
+ARCHITECTURES = ("sm_100a", "sm_103a")
+_CHOICES = itertools.product(DTYPES, *[(False, True)] * 3, ("clc", "static"))
+SHIPPED = tuple(Config(*choice) for choice in _CHOICES)  # what a call can ask for
 
 
 class VsaForwardSm100(PersistentKernel):

@@ -33,7 +33,7 @@ class Compiled:
     Parameters
     ----------
     ptx, ir : str
-        PTX and MLIR text.
+        PTX text with the Python lines that it comes from, and MLIR text.
     cubin : bytes
         The ELF image.
     registers : int
@@ -69,6 +69,7 @@ def compile_offline(module: str, config: Any, target: Target) -> Compiled:
             CUTE_DSL_DUMP_DIR=folder,
             CUTE_DSL_DISABLE_FILE_CACHING="1",
             CUTE_DSL_COMPILER_OPT="warnings{nvvm}",
+            CUTE_DSL_LINEINFO="1",  # directives only: no instruction differs
         )
         child = subprocess.run(
             [sys.executable, "-m", __name__, str(result)],
