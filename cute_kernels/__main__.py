@@ -1,4 +1,4 @@
-"""Compile the kernels that ship ahead of time: python -m sparse_atten.cute_kernels
+"""Compile the kernels that ship ahead of time, by ``python -m sparse_atten.cute_kernels``.
 
 They land in the cache that calls read, so that no call compiles. SPARSE_ATTEN_CACHE_DIR names
 another cache; with SPARSE_ATTEN_DUMP_DIR, PTX and machine code are written there instead. No GPU is
@@ -19,7 +19,7 @@ from sparse_atten.cute_kernels.common.env import cache_dir, child_environment, d
 
 def main() -> None:
     """List or compile what the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m sparse_atten.cute_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the names, compile nothing")
     parser.add_argument("--arch", default="", help="one architecture, such as sm_100a")
     parser.add_argument("--only", default="", help="kernels with this text in their name")

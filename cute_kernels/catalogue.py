@@ -1,6 +1,6 @@
 """The CuTe-DSL kernels of the package, and the Configs that its calls can ask for.
 
-A kernel module has ``ARCHITECTURES``, names as the compiler takes them, and ``SHIPPED``, its Configs.
+A kernel module has ``ARCHITECTURES``, as the compiler names them, and ``SHIPPED``, its Configs.
 """
 
 from __future__ import annotations

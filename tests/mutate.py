@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -42,8 +43,6 @@ class Record:
         What the emulator said.
     proofs : dict
         SentryWard's result by launch.
-    why : str
-        Why a mutant that nothing caught is harmless.
     """
 
     mutant: Mutant
@@ -51,7 +50,6 @@ class Record:
     schedule: int | None = None
     fault: str = ""
     proofs: dict[str, str] = field(default_factory=dict)
-    why: str = ""
 
     @property
     def refuted(self) -> bool:
@@ -83,6 +81,13 @@ def read(subject: Subject) -> dict[Mutant, Record]:
     return {record.mutant: record for record in records}
 
 
+def explained(subject: Subject) -> dict[str, str]:
+    """Read why mutants that nothing catches are harmless, by their names; written by hand."""
+    content = json.loads((FOLDER / "explained.json").read_text())
+    reasons: dict[str, str] = content.get(subject.name, {})
+    return reasons
+
+
 def write(subject: Subject, records: Iterable[Record]) -> None:
     """Write the table and its rendering."""
     FOLDER.mkdir(exist_ok=True)
@@ -103,16 +108,19 @@ def rendered(subject: Subject, records: list[Record]) -> str:
     head = f"| fault | {' | '.join(label for label in _STEPS.values())} |"
     rule = "|---|" + "---:|" * len(_STEPS)
     last = "| all | " + " | ".join(str(total[step]) for step in _STEPS) + " |"
-    survivors = [f"- {r.mutant}: `{r.line}`. {r.why}" for r in records if not r.caught]
-    every = [
-        f"| {r.mutant} | {_proofs(r)} | {_schedule(r)} | {_cell(r.fault)} |" for r in records
+    why = explained(subject)
+    survivors = [
+        f"- {r.mutant}: `{r.line}`. {why.get(str(r.mutant), 'Not explained.')}"
+        for r in records
+        if not r.caught
     ]
+    every = [f"| {r.mutant} | {_proofs(r)} | {_schedule(r)} | {_cell(r.fault)} |" for r in records]
     return "\n".join(
         [
             f"# Mutants of {subject.name}",
             "",
             f"{len(records)} faults in the PTX of the verification Config, one at a time. L1 is",
-            "SentryWard, L2 the emulator; `python tests/mutate.py` renews this file.",
+            "SentryWard, L2 the emulator; `python tests/mutate.py` writes this file.",
             "",
             head,
             rule,
@@ -182,8 +190,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernel", nargs="?", default="vsa_sm100", choices=SUBJECTS)
     parser.add_argument("--renew", action="store_true", help="forget what was found before")
-    parser.add_argument("--launches", default="short,two rounds", help="for SentryWard; none: ''")
+    parser.add_argument("--launches", default="short,two rounds,two rows", help="none: ''")
+    parser.add_argument("--survivors", action="store_true", help="prove those that L2 misses alone")
     options = parser.parse_args()
+    if not os.environ.get(emulation.VARIABLE):
+        parser.error(f"{emulation.VARIABLE} must name an emulator")
     subject = SUBJECTS[options.kernel]
     text = subject.text()
     known = {} if options.renew else read(subject)
@@ -192,9 +203,14 @@ def main() -> None:
         records[mutant] = emulate(subject, records[mutant], text)
         write(subject, records.values())
     for launch in filter(None, options.launches.split(",")):
-        # What nothing has seen yet goes first.
-        waiting = [m for m in records if not records[m].refuted and launch not in records[m].proofs]
-        for mutant in track(sorted(waiting, key=lambda m: records[m].emulated), f"proving {launch}"):
+        waiting = [
+            m
+            for m, record in records.items()
+            if not record.refuted
+            and launch not in record.proofs
+            and not (options.survivors and record.emulated)
+        ]
+        for mutant in track(waiting, f"proving {launch}"):
             records[mutant] = prove(subject, records[mutant], text, launch)
             write(subject, records.values())
 

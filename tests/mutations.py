@@ -129,8 +129,7 @@ def mutated(mutant: Mutant, text: Text, schedule: Schedule) -> str:
     same = [
         site
         for site in sites(text, schedule)
-        if (site.kind, site.object, site.function)
-        == (mutant.kind, mutant.object, mutant.function)
+        if (site.kind, site.object, site.function) == (mutant.kind, mutant.object, mutant.function)
     ]
     if mutant.number >= len(same):
         raise LookupError(f"no site for {mutant}; renew the table: python tests/mutate.py")

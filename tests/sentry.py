@@ -85,8 +85,8 @@ def kernel_input(
                 shapes = [[entry % 2**32] for entry in contents[number]]
                 tables.append({"parameter": number, "element_type": "u32", "shapes": shapes})
         else:
-            kind = kind.split()[0].lstrip(".")
-            scalars.append({"parameter": number, "offset": 0, "type": kind, "value": value})
+            scalar = kind.split()[0].lstrip(".")
+            scalars.append({"parameter": number, "offset": 0, "type": scalar, "value": value})
     return {
         "schema": "spverify.kernel-input/v1",
         "launch": {

@@ -15,7 +15,7 @@ import emulation
 import sentry
 import test_vsa_sm100 as vsa
 import torch
-from ptx_text import Text
+from ptx_text import Text, normalised
 
 from sparse_atten.contracts import BlockSelection
 from sparse_atten.cute_kernels import vsa_sm100
@@ -67,7 +67,7 @@ class Subject:
         """Return what the emulator finds in a schedule; nothing where all is well."""
         emulation.emulator()
         try:
-            self.emulate(ptx, schedule)
+            self.emulate(normalised(ptx), schedule)
         except (RuntimeError, AssertionError) as error:
             return f"{type(error).__name__}: {error}".split("\n")[0][:160]
         return ""
@@ -136,14 +136,15 @@ VSA = Subject(
         # One CTA takes two items: a partial block beside a full one, then an empty row and a tile
         # past the last query. Rings of K/V, items and outputs wrap.
         "short": _vsa_launch(((0,), (1,), ()), queries=300, kv_sizes=(97, 128)),
-        # The same with a row of two rounds: O is rescaled, the maximum carried on.
-        "two rounds": _vsa_launch(((0, 1), (1,), ()), queries=300, kv_sizes=(97, 128)),
-        # A row whose words wrap their ring beside one of a single round, dropped entries (an empty
-        # block, an id outside the tensor), three items.
-        "long": _vsa_launch(
-            ((0, 1, 2, 0, 1, 0, -1, 1, 0, 1), (1,), (), (2, 1), (0,)),
-            queries=600,
-            kv_sizes=(128, 97, 0),
+        # O is rescaled, the maximum carried on.
+        "two rounds": _vsa_launch(((0, 1), ()), queries=256, kv_sizes=(97, 128)),
+        # A row after a row: what one leaves behind meets the next one.
+        "two rows": _vsa_launch(((0,), (), (1,)), queries=300, kv_sizes=(97, 128)),
+        # All at once: a longer row with entries that are dropped (a block without a key, an id
+        # outside the tensor) beside a short one, empty rows until the ring of round words has
+        # wrapped, a last row beside a tile past the last query.
+        "every path": _vsa_launch(
+            ((0, 2, 1, -1, 0), (1,), *[()] * 10, (1,)), queries=1600, kv_sizes=(128, 97, 0)
         ),
     },
     _vsa_emulate,
