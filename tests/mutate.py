@@ -1,16 +1,16 @@
 """Search for faults that no check sees: python tests/mutate.py [kernel].
 
 Every mutant of a kernel is emulated (L2) in one schedule after the other until one shows the fault,
-then given to SentryWard (L1). What was found is kept in tests/mutants/<kernel>.jsonl, one mutant a
-line, and rendered in tests/mutants/<kernel>.md. A search goes on where the last one stopped;
---renew starts anew. The tests replay each mutant in the schedule that shows it.
+then once with the race detector, then given to SentryWard (L1). What was found is kept in
+tests/mutants/<kernel>.jsonl, one mutant a line, and rendered in tests/mutants/<kernel>.md. A search
+goes on where the last one stopped; --renew starts anew. The tests replay each mutant in the
+schedule that shows it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +20,7 @@ import emulation
 import sentry
 from mutations import Mutant, mutants, mutated
 from ptx_text import Text
-from verified import SUBJECTS, Subject
+from verified import HAS_DETECTOR, RACES, SUBJECTS, Subject
 
 FOLDER = Path(__file__).with_name("mutants")
 # Schedules in the order that finds most faults soonest; then all the others.
@@ -41,6 +41,8 @@ class Record:
         Number of the emulator's schedule that shows the fault, -1 where none does, None: not run.
     fault : str
         What the emulator said.
+    race : str or None
+        What its race detector said; None: not run.
     proofs : dict
         SentryWard's result by launch.
     """
@@ -49,6 +51,7 @@ class Record:
     line: str
     schedule: int | None = None
     fault: str = ""
+    race: str | None = None
     proofs: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -61,6 +64,11 @@ class Record:
 
     @property
     def emulated(self) -> bool:
+        """Whether a schedule or the race detector shows the fault."""
+        return self.scheduled or bool(self.race)
+
+    @property
+    def scheduled(self) -> bool:
         """Whether a schedule shows the fault."""
         return self.schedule is not None and self.schedule >= 0
 
@@ -114,7 +122,7 @@ def rendered(subject: Subject, records: list[Record]) -> str:
         for r in records
         if not r.caught
     ]
-    every = [f"| {r.mutant} | {_proofs(r)} | {_schedule(r)} | {_cell(r.fault)} |" for r in records]
+    every = [f"| {r.mutant} | {_proofs(r)} | {_schedule(r)} | {_race(r)} |" for r in records]
     return "\n".join(
         [
             f"# Mutants of {subject.name}",
@@ -133,8 +141,8 @@ def rendered(subject: Subject, records: list[Record]) -> str:
             "",
             "## All",
             "",
-            "| mutant | L1: result by launch | L2: schedule | what L2 says |",
-            "|---|---|---:|---|",
+            "| mutant | L1: result by launch | L2: schedule, what it shows | L2: race detector |",
+            "|---|---|---|---|",
             *every,
             "",
         ]
@@ -149,7 +157,13 @@ def _proofs(record: Record) -> str:
 
 
 def _schedule(record: Record) -> str:
-    return "none" if record.schedule == -1 else str(record.schedule)
+    if record.schedule is None:
+        return "not run"
+    return f"{record.schedule}: {_cell(record.fault)}" if record.scheduled else "none"
+
+
+def _race(record: Record) -> str:
+    return "not run" if record.race is None else _cell(record.race) or "nothing"
 
 
 def _cell(text: str) -> str:
@@ -193,14 +207,17 @@ def main() -> None:
     parser.add_argument("--launches", default="short,two rounds,two rows", help="none: ''")
     parser.add_argument("--survivors", action="store_true", help="prove those that L2 misses alone")
     options = parser.parse_args()
-    if not os.environ.get(emulation.VARIABLE):
-        parser.error(f"{emulation.VARIABLE} must name an emulator")
     subject = SUBJECTS[options.kernel]
     text = subject.text()
     known = {} if options.renew else read(subject)
     records = {m: known.get(m, record) for m, record in chosen(subject, text).items()}
     for mutant in track([m for m in records if records[m].schedule is None], "emulating"):
         records[mutant] = emulate(subject, records[mutant], text)
+        write(subject, records.values())
+    watched = [m for m in records if records[m].race is None] if HAS_DETECTOR else []
+    for mutant in track(watched, "detecting races"):
+        ptx = mutated(mutant, text, subject.schedule)
+        records[mutant] = replace(records[mutant], race=subject.fault(ptx, RACES))
         write(subject, records.values())
     for launch in filter(None, options.launches.split(",")):
         waiting = [

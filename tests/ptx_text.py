@@ -64,7 +64,7 @@ class Text:
         """Return a PTX line with its number, its text and where it comes from."""
         function, number = self.python(line)
         where = f" [{function}, line {number}]" if function else ""
-        return f"PTX {line}: {self.lines[line - 1].strip()[:100]}{where}"
+        return f"PTX {line}: {' '.join(self.lines[line - 1].split())[:100]}{where}"
 
     @cached_property
     def _sums(self) -> dict[str, tuple[str, str]]:

@@ -14,7 +14,7 @@ import mutate
 from mutate import Record
 from mutations import Mutant, mutants, mutated
 from ptx_text import Text
-from verified import SUBJECTS, Subject
+from verified import HAS_DETECTOR, RACES, SUBJECTS, Subject
 
 from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, lanes, once
 
@@ -22,20 +22,32 @@ TABLES = {name: mutate.read(subject) for name, subject in SUBJECTS.items()}
 EVERY = [(name, record) for name, table in TABLES.items() for record in table.values()]
 
 
+needs_detector = pytest.mark.skipif(not HAS_DETECTOR, reason="this emulator detects no races")
+
+
 def names(records: list[tuple[str, Record]]) -> list[str]:
     return [f"{name}: {record.mutant}" for name, record in records]
 
 
-EMULATED = [entry for entry in EVERY if entry[1].emulated]
+SCHEDULED = [entry for entry in EVERY if entry[1].scheduled]
+RACING = [entry for entry in EVERY if entry[1].race and not entry[1].scheduled]
 PROVED_WRONG = [entry for entry in EVERY if entry[1].refuted and not entry[1].emulated]
 
 
-@pytest.mark.parametrize(("name", "record"), EMULATED, ids=names(EMULATED))
-def test_the_emulator_sees(name: str, record: Record):
+@pytest.mark.parametrize(("name", "record"), SCHEDULED, ids=names(SCHEDULED))
+def test_a_schedule_shows(name: str, record: Record):
     subject = SUBJECTS[name]
     schedule = emulation.schedules()[record.schedule]
     fault = subject.fault(mutated(record.mutant, subject.text(), subject.schedule), schedule)
     assert fault, f"{record.mutant} passes in schedule {record.schedule}: {record.line}"
+
+
+@needs_detector
+@pytest.mark.parametrize(("name", "record"), RACING, ids=names(RACING))
+def test_the_race_detector_shows(name: str, record: Record):
+    subject = SUBJECTS[name]
+    fault = subject.fault(mutated(record.mutant, subject.text(), subject.schedule), RACES)
+    assert fault, f"{record.mutant} races unseen: {record.line}"
 
 
 @pytest.mark.slow
@@ -48,10 +60,16 @@ def test_sentryward_sees(name: str, record: Record):
 
 @pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
 def test_the_kernel_itself_passes_where_its_mutants_fail(subject: Subject):
-    used = sorted({record.schedule for record in TABLES[subject.name].values() if record.emulated})
+    used = sorted({record.schedule for record in TABLES[subject.name].values() if record.scheduled})
     schedules = emulation.schedules()
     faults = {number: subject.fault(subject.text().ptx, schedules[number]) for number in used}
     assert set(faults.values()) == {""}, faults
+
+
+@needs_detector
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_the_race_detector_accepts_the_kernel(subject: Subject):
+    assert subject.fault(subject.text().ptx, RACES) == ""
 
 
 @pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
