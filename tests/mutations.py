@@ -40,7 +40,7 @@ _KINDS = (
     ("tensor memory load", r"tcgen05\.ld"),
     ("shared store", r"st\.shared"),
 )
-_ACCESS = re.compile(r"\s*(st\.shared|ld\.shared|tcgen05|fence\.proxy|// begin inline asm)")
+_ACCESS = re.compile(r"st\.shared|ld\.shared|tcgen05\.(ld|st|wait|mma)")
 _BOUNDARY = re.compile(r"\s*(@|bra|\$L__|ret|elect\.sync|bar\.)")
 
 
@@ -201,12 +201,12 @@ def _one_less(lines: list[str], at: int) -> list[str] | None:
 
 
 def _early(lines: list[str], at: int) -> list[str] | None:
-    """Move a signal before the last access, fence or wait that it follows in its basic block."""
+    """Move a signal before the last access, or its wait, that it follows in its basic block."""
     start = at
     while not _BOUNDARY.match(lines[start - 1]):
         start -= 1
     for place in range(at - 1, start - 1, -1):
-        if _ACCESS.match(lines[place]):
+        if _ACCESS.search(lines[place]):
             break
     else:
         return None

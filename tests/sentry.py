@@ -12,7 +12,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,20 +58,29 @@ class Verdict:
 
 
 def kernel_input(
-    ptx: str, plan: LaunchPlan, contents: Mapping[int, Sequence[int]]
+    ptx: str,
+    plan: LaunchPlan,
+    contents: Mapping[int, Sequence[int]],
+    *,
+    kernel: str = "",
+    pointers: Collection[int] = (),
 ) -> dict[str, Any]:
     """Describe a launch as SentryWard reads it.
 
     Parameters
     ----------
     ptx : str
-        Text with one kernel.
     plan : LaunchPlan
     contents : mapping
         Values of the integer tables that decide about trip counts, by the number of the parameter
         that points to them.
+    kernel : str
+        Which of several kernels of the text.
+    pointers : collection of int
+        Parameters that are addresses, where the text does not say so.
     """
-    head = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
+    start = ptx.index(f".entry {kernel}")
+    head = ptx[start : ptx.index(")", start)]
     declared = re.findall(r"\.param\s+([^,\n]*?)\s+\S+?,?(?:\n|$)", head)
     maps, scalars, objects, tables = [], [], [], []
     for number, (value, kind) in enumerate(zip(plan.parameters, declared, strict=True)):
@@ -79,7 +88,7 @@ def kernel_input(
             continue
         if isinstance(value, TensorMap):
             maps.append(_descriptor(number, value))
-        elif ".ptr" in kind and value:
+        elif (".ptr" in kind or number in pointers) and value:
             objects.append({"parameter": number, "type": "pointer", "object": f"p{number}"})
             if number in contents:
                 shapes = [[entry % 2**32] for entry in contents[number]]
@@ -87,7 +96,9 @@ def kernel_input(
         else:
             scalar = kind.split()[0].lstrip(".")
             scalars.append({"parameter": number, "offset": 0, "type": scalar, "value": value})
+    entry = {"entry": kernel} if kernel else {}
     return {
+        **entry,
         "schema": "spverify.kernel-input/v1",
         "launch": {
             "grid_dim": plan.grid,
@@ -119,16 +130,21 @@ def _descriptor(number: int, tensor_map: TensorMap) -> dict[str, Any]:
 
 
 def prove(
-    ptx: str, plan: LaunchPlan, contents: Mapping[int, Sequence[int]], *, seconds: float = 600
+    ptx: str,
+    plan: LaunchPlan,
+    contents: Mapping[int, Sequence[int]],
+    *,
+    seconds: float = 600,
+    **choices: Any,
 ) -> Verdict:
-    """Check a launch; `contents` as for `kernel_input`, `seconds` bounds the time."""
+    """Check a launch, described as for `kernel_input`, for so many seconds."""
     import sentryward
 
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sparse_atten_") as folder:
         kernel, given = Path(folder) / "kernel.ptx", Path(folder) / "input.json"
         kernel.write_text(ptx)
-        given.write_text(json.dumps(kernel_input(ptx, plan, contents)))
+        given.write_text(json.dumps(kernel_input(ptx, plan, contents, **choices)))
         report = sentryward.verify(
             str(kernel),
             input=str(given),

@@ -29,7 +29,7 @@ def check(row: Row) -> None:
     print(row)
     assert row.problems() == []
     known = compile_kernels.golden()
-    if known:
+    if known:  # of this version of CuTe-DSL
         assert known.get(row.name) == row.digest, (
             f"the code of {row.name} is not the one on record: if that is meant, run "
             "python tests/compile_kernels.py --renew"
@@ -48,13 +48,6 @@ def test_a_sample_of_what_ships(name: str):
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name not in QUICK])
 def test_all_that_ships(name: str):
     check(compile_kernels.dsl_row(ENTRIES[name]))
-
-
-def test_every_kernel_has_a_hash():
-    known = compile_kernels.golden()
-    if not known:
-        pytest.skip("the hashes are those of another version of CuTe-DSL")
-    assert known.keys() == ENTRIES.keys()
 
 
 @pytest.mark.parametrize(

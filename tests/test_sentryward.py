@@ -7,12 +7,16 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile kernels")
 pytest.importorskip("sentryward", reason="needs sentryward, which pip installs on Linux")
 
+import prove
 import sentry
 import test_vsa_sm100 as vsa
+import torch
+from device_cases import packed
 from mutations import Mutant, mutated
 from ptx_text import Text
 from verified import VSA
 
+from sparse_atten.csr import device as csr
 from sparse_atten.cute_kernels.common.launch import LaunchPlan, TensorMap
 
 # What a verdict may rest on; anything new must be read and put here by hand.
@@ -59,6 +63,37 @@ def test_what_is_beyond_it_is_named():
     assert verdict.result == "unsupported"
     assert "control_predicate_not_static" in verdict.findings[0]
     assert "correct" in verdict.findings[0], "the role that looks at factors"
+
+
+def test_programs_in_cuda_cpp_are_beyond_it():
+    """They branch on the ids that they sort: emulation and the GPU's own checker cover them."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
+    tables = packed(torch.Generator().manual_seed(0), [8], [256], width=2, heads=1)
+    launches: dict[str, tuple] = {}
+
+    def record(name: str, blocks: int, *values: int) -> None:
+        launches[name] = (blocks, values)
+
+    csr.csr_on_device(tables, record, is_wide=False)
+    blocks, values = launches["hist"]
+    plan = LaunchPlan((blocks, 1, 1), (csr.THREADS, 1, 1), (1, 1, 1), 0, values)
+    pointers = [i for i, code in enumerate(csr.SIGNATURES["hist"]) if code == "P"]
+    verdict = sentry.prove(
+        csr.program(False).compile((10, 0)).ptx, plan, {}, kernel="hist", pointers=pointers
+    )
+    assert verdict.result == "unsupported"
+    assert "control_predicate_not_static" in verdict.findings[0]
+
+
+def test_the_verdicts_on_record():
+    """What `python tests/prove.py` found, rendered; a refutation may not stand there."""
+    table = prove.read()
+    assert {f"{VSA.name}: {launch}" for launch in VSA.launches} <= table.keys()
+    for name, entry in table.items():
+        expected = "unsupported" if entry["launch"] == prove.SHIPPED else sentry.PROVED
+        assert entry["result"] == expected, name
+    text = prove.TABLE.with_suffix(".md").read_text()
+    assert text == prove.rendered(list(table.values()))
 
 
 def test_input_describes_the_launch():
