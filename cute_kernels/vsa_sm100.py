@@ -467,6 +467,7 @@ class VsaForwardSm100(PersistentKernel):
         # alpha is never negative: its sign tells the correction warps of the row's last round.
         marked = ptx.float_bits(alpha) | (stream.word & LAST)
         ptx.smem_store(*self.stat_address(env, "alpha", tile), marked)
+        ptx.fence_tmem_before_sync()  # the correction warps touch O, which PV has written
         self.arrive(env, "alpha_full", tile)
         self.keep_order(env, tile, stream)
 

@@ -204,7 +204,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernel", nargs="?", default="vsa_sm100", choices=SUBJECTS)
     parser.add_argument("--renew", action="store_true", help="forget what was found before")
-    parser.add_argument("--launches", default="short,two rounds,two rows", help="none: ''")
+    parser.add_argument(
+        "--launches", default="short,two rounds,two rows,three items", help="none: ''"
+    )
     parser.add_argument("--survivors", action="store_true", help="prove those that L2 misses alone")
     options = parser.parse_args()
     subject = SUBJECTS[options.kernel]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 _ADD = re.compile(r"\s*add\.s32\s+(%r\d+), (%r\d+), (\d+|%r\d+);")
 _SHARED_ROLES = ("scheduler",)  # roles whose code is not in the kernel's own file
-_NOISE = re.compile(r"\s*(//.*|\.loc\s.*|\.file\s.*)?$")
+_NOISE = re.compile(r"(\.loc\s.*|\.file\s.*)?$")
 
 
 class Mark(NamedTuple):
@@ -107,7 +107,7 @@ def normalised(ptx: str) -> str:
     entry = re.search(r"\.entry\s+(\w+)", ptx)
     if entry:
         ptx = ptx.replace(entry.group(1), "kernel")
-    lines = (re.sub(r"\s+", " ", line).strip() for line in ptx.splitlines())
+    lines = (" ".join(line.split("//")[0].split()) for line in ptx.splitlines())
     return "\n".join(line for line in lines if not _NOISE.match(line))
 
 

@@ -94,8 +94,10 @@ def kernel_input(
                 shapes = [[entry % 2**32] for entry in contents[number]]
                 tables.append({"parameter": number, "element_type": "u32", "shapes": shapes})
         else:
-            scalar = kind.split()[0].lstrip(".")
-            scalars.append({"parameter": number, "offset": 0, "type": scalar, "value": value})
+            is_null = ".ptr" in kind or number in pointers
+            scalar = "pointer" if is_null else kind.split()[0].lstrip(".")
+            given = None if is_null else value
+            scalars.append({"parameter": number, "offset": 0, "type": scalar, "value": given})
     entry = {"entry": kernel} if kernel else {}
     return {
         **entry,

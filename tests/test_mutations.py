@@ -5,16 +5,19 @@ The tables in tests/mutants were found by `python tests/mutate.py`, which search
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile kernels")
 
 import emulation
 import mutate
+import test_vsa_sm100 as vsa
 from mutate import Record
 from mutations import Mutant, mutants, mutated
-from ptx_text import Text
-from verified import HAS_DETECTOR, RACES, SUBJECTS, Subject
+from ptx_text import Text, normalised
+from verified import HAS_DETECTOR, RACES, SUBJECTS, VSA, Subject
 
 from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, lanes, once
 
@@ -90,6 +93,28 @@ def test_no_fault_passes_unexplained(subject: Subject):
 def test_the_table_is_rendered(subject: Subject):
     text = (mutate.FOLDER / f"{subject.name}.md").read_text()
     assert text == mutate.rendered(subject, list(TABLES[subject.name].values()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind"),
+    [
+        ("one more", "init"),
+        ("drop", "wait"),
+        ("flip", "wait"),
+        ("drop", "expect_tx"),
+        ("halve", "expect_tx"),
+    ],
+)
+def test_faults_in_asking_for_the_next_item(edit: str, kind: str):
+    """The verification text has a static grid: these sites are in the shipped one alone."""
+    text = Text(vsa.compiled("full").ptx)
+    case = next(case for case in vsa.CASES if case.config == "verified")
+    case = dataclasses.replace(case, config="full")
+    wanted = (edit, kind, "clc_full")
+    mutant = next(m for m in mutants(text, VSA.schedule) if (m.edit, m.kind, m.object) == wanted)
+    ptx = normalised(mutated(mutant, text, VSA.schedule))
+    with pytest.raises((RuntimeError, AssertionError)):
+        vsa.check(case, emulation.schedules(), ptx)
 
 
 # ---- the edits, on a small text ---------------------------------------------------------------

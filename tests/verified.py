@@ -27,7 +27,7 @@ from sparse_atten.cute_kernels.vsa_arguments import arguments_of
 
 # The project's own emulator detects races; another one, named by the environment, may stand in.
 HAS_DETECTOR = find_spec("emulator") is not None
-RACES: dict[str, Any] = {"races": True, "profile": "practice"}
+RACES: dict[str, Any] = {"races": True, "profile": "strict"}
 # A mutant that runs for longer than this is stuck.
 _BOUND = {"max_blocks": 3_000_000} if HAS_DETECTOR else {"max_ins": 20_000_000}
 
@@ -144,6 +144,8 @@ VSA = Subject(
         "two rounds": _vsa_launch(((0, 1), ()), queries=256, kv_sizes=(97, 128)),
         # A row after a row: what one leaves behind meets the next one.
         "two rows": _vsa_launch(((0,), (), (1,)), queries=300, kv_sizes=(97, 128)),
+        # The queue of items wraps twice.
+        "three items": _vsa_launch(((0,), *[()] * 4), queries=600, kv_sizes=(128, 128)),
         # All at once: a longer row with entries that are dropped (a block without a key, an id
         # outside the tensor) beside a short one, empty rows until the ring of round words has
         # wrapped, a last row beside a tile past the last query.
