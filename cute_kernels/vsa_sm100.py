@@ -167,7 +167,7 @@ class Config:
 
 
 ARCHITECTURES = ("sm_100a", "sm_103a")
-_CHOICES = itertools.product(DTYPES, *[(False, True)] * 3, ("clc", "static"))
+_CHOICES: Any = itertools.product(DTYPES, *[(False, True)] * 3, ("clc", "static"))
 SHIPPED = tuple(Config(*choice) for choice in _CHOICES)  # what a call can ask for
 
 

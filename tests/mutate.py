@@ -25,6 +25,7 @@ from verified import HAS_DETECTOR, RACES, SUBJECTS, Subject
 FOLDER = Path(__file__).with_name("mutants")
 # Schedules in the order that finds most faults soonest; then all the others.
 _FIRST = (4, 3, 0, 9)
+LAUNCHES = ("short", "two rounds", "two rows", "three items")  # for SentryWard, the small ones
 STUCK = "shared_control_blocked"  # SentryWard's word for warps that wait for each other's values
 
 
@@ -204,9 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernel", nargs="?", default="vsa_sm100", choices=SUBJECTS)
     parser.add_argument("--renew", action="store_true", help="forget what was found before")
-    parser.add_argument(
-        "--launches", default="short,two rounds,two rows,three items", help="none: ''"
-    )
+    parser.add_argument("--launches", default=",".join(LAUNCHES), help="none: ''")
     parser.add_argument("--survivors", action="store_true", help="prove those that L2 misses alone")
     options = parser.parse_args()
     subject = SUBJECTS[options.kernel]

@@ -146,12 +146,8 @@ VSA = Subject(
         "two rows": _vsa_launch(((0,), (), (1,)), queries=300, kv_sizes=(97, 128)),
         # The queue of items wraps twice.
         "three items": _vsa_launch(((0,), *[()] * 4), queries=600, kv_sizes=(128, 128)),
-        # All at once: a longer row with entries that are dropped (a block without a key, an id
-        # outside the tensor) beside a short one, empty rows until the ring of round words has
-        # wrapped, a last row beside a tile past the last query.
-        "every path": _vsa_launch(
-            ((0, 2, 1, -1, 0), (1,), *[()] * 10, (1,)), queries=1600, kv_sizes=(128, 97, 0)
-        ),
+        # The ring of round words wraps: a row of one round, then eight empty ones.
+        "nine items": _vsa_launch(((0,), *[()] * 16), queries=17 * 128 - 28, kv_sizes=(128, 128)),
     },
     _vsa_emulate,
 )
