@@ -120,7 +120,7 @@ def test_input_describes_the_launch():
         {"parameter": 2, "element_type": "u32", "shapes": [[1], [2**32 - 1]]}
     ]
     assert [(a["parameter"], a["type"], a["value"]) for a in made["arguments"]] == [
-        (3, "u64", 0),
+        (3, "pointer", None),
         (4, "u32", 7),
         (5, "f32", 0.5),
     ]
