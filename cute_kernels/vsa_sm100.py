@@ -42,6 +42,7 @@ cubic; PTX ISA for tcgen05, mbarrier, cp.async.bulk.tensor and clusterlaunchcont
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -139,6 +140,9 @@ class Config:
         Of every 16 pairs of exponentials, how many are cubics on the FMA pipe (0 to 16).
     rescale_threshold : float
         Powers of two that a row maximum may grow before O is rescaled.
+    always_rescale : bool
+        The correction warps rescale O in every round and take every round word: no branch depends
+        on scores, which is what a static proof can follow. For verification.
     """
 
     dtype: str = "bf16"
@@ -148,6 +152,7 @@ class Config:
     persistent: str = "clc"
     cubic_pairs: int = 2
     rescale_threshold: float = 8.0
+    always_rescale: bool = False
 
     def check(self) -> None:
         """Raise ValueError where a field is out of range."""
@@ -159,6 +164,11 @@ class Config:
             raise ValueError(f"cubic_pairs must be in 0..16, got {self.cubic_pairs}")
         if not 0 <= self.rescale_threshold <= 8:
             raise ValueError(f"rescale_threshold must be in 0..8, got {self.rescale_threshold}")
+
+
+ARCHITECTURES = ("sm_100a", "sm_103a")
+_CHOICES: Any = itertools.product(DTYPES, *[(False, True)] * 3, ("clc", "static"))
+SHIPPED = tuple(Config(*choice) for choice in _CHOICES)  # what a call can ask for
 
 
 class VsaForwardSm100(PersistentKernel):
@@ -440,7 +450,7 @@ class VsaForwardSm100(PersistentKernel):
         self.wait(env, "s_full", tile, stream.rounds & 1)
         ptx.fence_tmem_after_sync()
         if (stream.word & TILE) == 0:
-            self.mask(lanes, s_column, TILE - (stream.word & KEYS))
+            softmax.mask_lead(lanes, s_column, TILE - (stream.word & KEYS))
         scores = []
         for start in range_constexpr(0, TILE, 32):
             scores += ptx.tmem_load(lanes, s_column + start, 32)
@@ -457,6 +467,7 @@ class VsaForwardSm100(PersistentKernel):
         # alpha is never negative: its sign tells the correction warps of the row's last round.
         marked = ptx.float_bits(alpha) | (stream.word & LAST)
         ptx.smem_store(*self.stat_address(env, "alpha", tile), marked)
+        ptx.fence_tmem_before_sync()  # the correction warps touch O, which PV has written
         self.arrive(env, "alpha_full", tile)
         self.keep_order(env, tile, stream)
 
@@ -487,21 +498,6 @@ class VsaForwardSm100(PersistentKernel):
         """Say which of 16 pairs go to the FMA pipe: the last ones, and none of P's tail."""
         first = 16 - self.config.cubic_pairs if start < KEYS_IN_HEAD else 16
         return [pair >= first for pair in range(16)]
-
-    @cute.jit
-    def mask(self, lanes: Int32, column: cutlass.Constexpr, lead: Int32) -> None:
-        """Overwrite the first `lead` scores with -inf: a partial block lies at its tile's end."""
-        minus_inf = [-Float32.inf] * 16
-        address = lanes
-        end = lanes + lead
-        while address + 16 <= end:
-            ptx.tmem_store(address, column, minus_inf)
-            address += 16
-        for width in (8, 4, 2, 1):
-            if (lead & width) != 0:
-                ptx.tmem_store(address, column, minus_inf[:width])
-                address += width
-        cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
     def store_lse(
@@ -551,7 +547,8 @@ class VsaForwardSm100(PersistentKernel):
         else:
             alpha = self.take_alpha(env, tile, stream)
             self.arrive(env, "p_head_full", tile)
-            stream = Stream((alpha & LAST) | 1, stream.cursor, stream.rounds, stream.rows)
+            if const_expr(not self.config.always_rescale):
+                stream = stream._replace(word=(alpha & LAST) | 1)
         return stream
 
     def take_alpha(self, env: Env, tile: int, stream: Stream) -> Int32:
@@ -566,13 +563,18 @@ class VsaForwardSm100(PersistentKernel):
         """Rescale O for the next round, or finish the row after its last one."""
         word, cursor, rounds, rows = stream
         if word > 0:
-            rounds += 1
-            cursor += 8
-            alpha = self.take_alpha(env, tile, Stream(word, cursor, rounds, rows))
-            if cute.arch.vote_any_sync(alpha != ONE_BITS):
-                word |= alpha & LAST
-                if cute.arch.vote_any_sync((alpha & ~LAST) != ONE_BITS):
-                    self.rescale(env, tile, ptx.bits_float(alpha & ~LAST))
+            if const_expr(self.config.always_rescale):
+                word, cursor, rounds, rows = self.end_round(env, tile, stream)
+                alpha = self.take_alpha(env, tile, Stream(word, cursor, rounds, rows))
+                self.rescale(env, tile, ptx.bits_float(alpha & ~LAST))
+            else:
+                rounds += 1
+                cursor += 8
+                alpha = self.take_alpha(env, tile, Stream(word, cursor, rounds, rows))
+                if cute.arch.vote_any_sync(alpha != ONE_BITS):
+                    word |= alpha & LAST
+                    if cute.arch.vote_any_sync((alpha & ~LAST) != ONE_BITS):
+                        self.rescale(env, tile, ptx.bits_float(alpha & ~LAST))
             self.arrive(env, "p_head_full", tile)
         elif word < 0:
             self.finish(env, tile, item, rows)

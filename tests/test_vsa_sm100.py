@@ -12,12 +12,14 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import emulation
 import pytest
 import torch
+from compile_kernels import EXPECTED_WARNINGS
 
 from sparse_atten.contracts import BlockSelection
 
@@ -38,6 +40,9 @@ CONFIGS = {
     "static": vsa_sm100.Config(return_lse=True, kv_sizes=True, q_sizes=True, persistent="static"),
     "no cubic": vsa_sm100.Config(return_lse=True, cubic_pairs=0),
     "rescale always": vsa_sm100.Config(return_lse=True, rescale_threshold=0.0),
+    "verified": vsa_sm100.Config(
+        return_lse=True, kv_sizes=True, q_sizes=True, persistent="static", always_rescale=True
+    ),
 }
 
 
@@ -64,6 +69,7 @@ class Case:
     ramp: float = 0.0  # added to the scores with the key's position, so that maxima keep growing
     config: str = "full"
     residents: tuple[int, ...] = (4,)
+    num_sms: int = 3  # of a static grid: several items for each CTA
 
 
 def prefix_layout() -> dict[str, Any]:
@@ -161,6 +167,24 @@ CASES = [
         residents=(1,),
     ),
     Case("rescaled in every round", keys=640, ramp=2.0, config="rescale always"),
+    Case(
+        "every path of the verified variant",
+        queries=9 * 128 - 28,
+        keys=400,
+        heads=(1, 1),
+        ids=(
+            *((0, 1, 2, 3, 0), (1,) * 5, (0,) * 5, (2, 1, 0, 0, 0), (0, -1, 1, 3, 0)),
+            *((1,) * 5, (3,) * 5, (0,) * 5, (1,) * 5),
+        ),
+        counts=(5, 1, 0, 2, 4, 1, 1, 1, 1),
+        kv_sizes=(128, 97, 0, 128),
+        q_sizes=(128, 128, 128, 128, 64, 128, 128, 128, 128),
+        ramp=3.0,
+        spoil=True,
+        config="verified",
+        residents=(1,),
+        num_sms=1,
+    ),
     Case("own softmax scale", softmax_scale=0.5),
     Case("ids in windows", keys=40 * 128, heads=(1, 1), counts=(40, 35)),
     Case("fp16", config="fp16", kv_sizes=(128, 3, 0, 100), spoil=True),
@@ -325,18 +349,28 @@ def compiled(name: str):
     return vsa_sm100.compile_offline(CONFIGS[name], TARGET)
 
 
-def check(case: Case, schedules: list[dict[str, int]]) -> None:
-    """Run a case in every schedule and residency; compare with the oracle and among themselves."""
+@cache
+def prepared(case: Case) -> tuple[Call, torch.Tensor, torch.Tensor, float, int]:
+    """Return a case's call, its oracle, the budget of its error, and how many tiles it computes."""
     call = make_call(case)
     exact, exact_lse = oracle(call)
-    allowed = budget(call, exact)
-    config = CONFIGS[case.config]
-    mmas = sum(
+    tiles = sum(
         bool(keys_of_block(call, batch, block))
         for batch, head, row in itertools.product(*map(range, call.selection.q2k_counts.shape))
         if int(call.selection.q_block_sizes[row]) > 0
         for block in row_ids(call, batch, head, row)
     )
+    return call, exact, exact_lse, budget(call, exact), tiles
+
+
+def check(case: Case, schedules: list[dict[str, int]], ptx: str | None = None) -> None:
+    """Run a case in every schedule and residency; compare with the oracle and among themselves.
+
+    `ptx` replaces the text of the case's Config.
+    """
+    call, exact, exact_lse, allowed, tiles = prepared(case)
+    config = CONFIGS[case.config]
+    ptx = ptx or compiled(case.config).ptx
     patterns = set()
     for resident, schedule in itertools.product(case.residents, schedules):
         out = torch.full_like(call.q, math.nan)
@@ -350,11 +384,10 @@ def check(case: Case, schedules: list[dict[str, int]]) -> None:
             softmax_scale=call.softmax_scale,
             lse=lse if config.return_lse else None,
         )
-        target = Target("sm_100a", num_sms=3)  # several items for each CTA of a static grid
-        plan = vsa_sm100.launch_plan(config, target, arguments)
-        stats = emulation.run(compiled(case.config).ptx, plan, resident=resident, **schedule)
+        plan = vsa_sm100.launch_plan(config, Target("sm_100a", case.num_sms), arguments)
+        stats = emulation.run(ptx, plan, resident=resident, **schedule)
         assert stats["warnings"] == []
-        assert stats["mma"] == 16 * mmas, "a step was issued for nothing, or left out"
+        assert stats["mma"] == 16 * tiles, "a step was issued for nothing, or left out"
         assert not out.isnan().any(), f"{int(out.isnan().sum())} values are NaN or were not written"
         error = (out.double() - exact).abs()
         worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
@@ -374,14 +407,6 @@ def row_ids(call: Call, batch: int, head: int, row: int) -> list[int]:
         return list(range(-(-call.case.keys // BLOCK)))
     count = max(int(call.selection.q2k_counts[batch, head, row]), 0)
     return call.selection.q2k_indices[batch, head, row].tolist()[:count]
-
-
-# Diagnostics of nvvm that the kernel causes, and why each is expected.
-EXPECTED_WARNINGS = {
-    "C1": "no visible mbarrier.init: barriers are addressed by computed integers",
-    "C5": "no visible completion of expect_tx: the hardware completes a CLC query",
-    "C6": "no reachable arrive for a wait: TMA and tcgen05.commit arrive",
-}
 
 
 @pytest.mark.parametrize(

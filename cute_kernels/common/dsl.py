@@ -7,6 +7,7 @@ and the architecture. Loading one takes milliseconds, compiling one seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from sparse_atten.cute_kernels.common.cache import cache_key, cached
+from sparse_atten.cute_kernels.common.env import dump_dir
 from sparse_atten.cute_kernels.common.target import Target
 
 _SYMBOL = "sparse_atten_kernel"
@@ -50,9 +52,14 @@ def load_kernel(module: str, config: Any, target: Target) -> Any:
     return kernel
 
 
-def _load(module: str, config: Any, target: Target) -> Any:
-    import cutlass.cute as cute
+def build(module: str, config: Any, target: Target) -> bytes:
+    """Return a kernel's object file from the disk cache; the first time it is compiled.
 
+    The process must have imported CuTe-DSL for the target: ``CUTE_DSL_ARCH`` says which it is where
+    there is no device.
+    """
+    if dump_dir() is not None:
+        return _compile(module, config, target)
     key = cache_key(
         "dsl",
         importlib.metadata.version("nvidia-cutlass-dsl"),
@@ -61,7 +68,13 @@ def _load(module: str, config: Any, target: Target) -> Any:
         config,
         target.arch,
     )
-    code = cached(key, lambda: _compile(module, config, target))
+    return cached(key, lambda: _compile(module, config, target))
+
+
+def _load(module: str, config: Any, target: Target) -> Any:
+    import cutlass.cute as cute
+
+    code = build(module, config, target)
     with tempfile.TemporaryDirectory(prefix="sparse_atten_") as folder:
         path = Path(folder) / "kernel.o"
         path.write_bytes(code)
@@ -70,8 +83,27 @@ def _load(module: str, config: Any, target: Target) -> Any:
 
 def _compile(module: str, config: Any, target: Target) -> bytes:
     kernel = importlib.import_module(module)
-    compiled = kernel.compile_kernel(config, f"--gpu-arch {target.arch}")
-    return compiled.dump_to_object(_SYMBOL)
+    folder = dump_dir()
+    keep = "" if folder is None else " --keep-ptx --keep-cubin"
+    compiled = kernel.compile_kernel(config, f"--gpu-arch {target.arch}{keep}")
+    code: bytes = compiled.dump_to_object(_SYMBOL)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{module.rpartition('.')[2]}-{config_name(config, '-')}-{target.arch}"
+        (folder / f"{stem}.ptx").write_text(compiled.__ptx__.rstrip("\0"))
+        (folder / f"{stem}.cubin").write_bytes(bytes(compiled.__cubin__))
+        (folder / f"{stem}.o").write_bytes(code)
+    return code
+
+
+def config_name(config: Any, separator: str = " ") -> str:
+    """Name a Config by the fields that differ from their defaults; a flag by its name alone."""
+    parts = [
+        field.name if value is True else f"{field.name}={value}"
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+    ]
+    return separator.join(parts) or "default"
 
 
 @cache

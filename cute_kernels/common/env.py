@@ -6,9 +6,9 @@ variable                      meaning
 ``SPARSE_ATTEN_CACHE_DIR``    folder of compiled kernels; default ``~/.cache/sparse_atten``
 ``SPARSE_ATTEN_LOG_LEVEL``    level of the logger "sparse_atten", a name such as ``INFO``; setting
                               it also sends the records to standard error
-``SPARSE_ATTEN_DUMP_DIR``     folder that receives source, PTX, machine code and compile log of
-                              every kernel compiled; setting it compiles anew instead of reading
-                              the cache
+``SPARSE_ATTEN_DUMP_DIR``     folder that receives PTX and machine code of every kernel compiled,
+                              source and log of those in CUDA C++; setting it compiles anew instead
+                              of reading the cache
 ============================  ====================================================================
 """
 

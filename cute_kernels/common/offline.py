@@ -23,7 +23,8 @@ from sparse_atten.cute_kernels.common.target import Target
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _WARNING = re.compile(r"^ *warning(?:\[nvvm-diag:|: \[)(\w+)\]", re.MULTILINE)
-_REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info
+# Attributes of .nv.info, those of a kernel included.
+_REGISTER_COUNT, _FRAME_SIZE, _BARRIERS, _MBARRIERS = 0x2F, 0x11, 0x4C, 0x38
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,17 @@ class Compiled:
     Parameters
     ----------
     ptx, ir : str
-        PTX and MLIR text.
+        PTX text with the Python lines that it comes from, and MLIR text.
     cubin : bytes
         The ELF image.
     registers : int
         Registers of a thread at launch, before any setmaxnreg.
     stack_bytes : int
         Local memory of a thread: spills and arrays; 0 in a kernel that is fit to ship.
+    barriers, mbarriers : int
+        Named barriers of a CTA, and mbarriers that it initialises.
+    static_smem_bytes : int
+        Shared memory of a CTA beside what a launch asks for: what the system reserves, too.
     warnings : frozenset of str
         Codes of the diagnostics of nvvm, such as "C1".
     """
@@ -49,6 +54,9 @@ class Compiled:
     cubin: bytes
     registers: int
     stack_bytes: int
+    barriers: int
+    mbarriers: int
+    static_smem_bytes: int
     warnings: frozenset[str]
 
 
@@ -69,6 +77,7 @@ def compile_offline(module: str, config: Any, target: Target) -> Compiled:
             CUTE_DSL_DUMP_DIR=folder,
             CUTE_DSL_DISABLE_FILE_CACHING="1",
             CUTE_DSL_COMPILER_OPT="warnings{nvvm}",
+            CUTE_DSL_LINEINFO="1",  # directives only: no instruction differs
         )
         child = subprocess.run(
             [sys.executable, "-m", __name__, str(result)],
@@ -82,38 +91,52 @@ def compile_offline(module: str, config: Any, target: Target) -> Compiled:
         if child.returncode:
             raise RuntimeError(f"compiling {module} for {target.arch} failed:\n{log[-4000:]}")
         ptx, ir, cubin = pickle.loads(result.read_bytes())
-    attributes = _kernel_attributes(cubin)
+    sections = _sections(cubin)
+    attributes = _attributes(cubin, sections)
     return Compiled(
         ptx,
         ir,
         cubin,
-        attributes[_REGISTER_COUNT],
-        attributes[_FRAME_SIZE],
-        frozenset(_WARNING.findall(log)),
+        registers=attributes[_REGISTER_COUNT],
+        stack_bytes=attributes[_FRAME_SIZE],
+        barriers=attributes.get(_BARRIERS, 0),
+        mbarriers=attributes.get(_MBARRIERS, 0),
+        static_smem_bytes=sum(
+            size for name, _, size in sections if re.match(r"\.nv\.shared\.(?!reserved)", name)
+        ),
+        warnings=frozenset(_WARNING.findall(log)),
     )
 
 
-def _kernel_attributes(cubin: bytes) -> dict[int, int]:
-    """Read per-kernel attributes of a cubin with one kernel: the largest value of each."""
+def _sections(cubin: bytes) -> list[tuple[str, int, int]]:
+    """List the sections of a cubin: name, offset, size."""
     (sections_at,) = struct.unpack_from("<Q", cubin, 40)
     count, names_index = struct.unpack_from("<HH", cubin, 60)
     sections = [
         struct.unpack_from("<IIQQQQIIQQ", cubin, sections_at + 64 * i) for i in range(count)
     ]
     names_at = sections[names_index][4]
+    return [
+        (cubin[names_at + name :].split(b"\0", 1)[0].decode(), start, size)
+        for name, _, _, _, start, size, *_ in sections
+    ]
+
+
+def _attributes(cubin: bytes, sections: list[tuple[str, int, int]]) -> dict[int, int]:
+    """Read the attributes of a cubin with one kernel: the largest value of each."""
     attributes: dict[int, int] = {}
-    for name, _, _, _, start, size, *_ in sections:
-        if cubin[names_at + name :].split(b"\0", 1)[0] != b".nv.info":
+    for name, start, size in sections:
+        if not name.startswith(".nv.info"):
             continue
         at = start
         while at < start + size:
             kind, attribute, length = struct.unpack_from("<BBH", cubin, at)
             at += 4
-            if kind == 4:  # `length` bytes follow; here a symbol and a value
-                if length == 8:
-                    _, value = struct.unpack_from("<II", cubin, at)
-                    attributes[attribute] = max(value, attributes.get(attribute, 0))
+            value = length  # of one or two bytes, stored in place
+            if kind == 4:  # `length` bytes follow: a symbol and a value, or a list
+                value = struct.unpack_from("<II", cubin, at)[1] if length == 8 else 0
                 at += length
+            attributes[attribute] = max(value, attributes.get(attribute, 0))
     return attributes
 
 

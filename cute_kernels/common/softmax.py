@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -18,6 +19,22 @@ def row_max(scores: list[Float32]) -> Float32:
         chain = i // 2 % _CHAINS
         best[chain] = ptx.max3(best[chain], scores[i], scores[i + 1])
     return cute.arch.fmax(ptx.max3(*best[:3]), best[3])
+
+
+@cute.jit
+def mask_lead(lanes: Int32, column: cutlass.Constexpr, lead: Int32) -> None:
+    """Overwrite the first `lead` scores of 32 rows in tensor memory with -inf, from `column`."""
+    minus_inf = [-Float32.inf] * 16
+    address = lanes
+    end = lanes + lead
+    while address + 16 <= end:
+        ptx.tmem_store(address, column, minus_inf)
+        address += 16
+    for width in (8, 4, 2, 1):
+        if (lead & width) != 0:
+            ptx.tmem_store(address, column, minus_inf[:width])
+            address += width
+    cute.arch.fence_view_async_tmem_store()
 
 
 def exponentials(

@@ -1,0 +1,208 @@
+"""Faults put into the kernels' synchronisation are seen: each is replayed where it was caught.
+
+The tables in tests/mutants were found by `python tests/mutate.py`, which searches all schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile kernels")
+
+import emulation
+import mutate
+import test_vsa_sm100 as vsa
+from mutate import Record
+from mutations import Mutant, mutants, mutated
+from ptx_text import Text, normalised
+from verified import HAS_DETECTOR, RACES, SUBJECTS, VSA, Subject
+
+from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, lanes, once
+
+TABLES = {name: mutate.read(subject) for name, subject in SUBJECTS.items()}
+EVERY = [(name, record) for name, table in TABLES.items() for record in table.values()]
+
+
+needs_detector = pytest.mark.skipif(not HAS_DETECTOR, reason="this emulator detects no races")
+
+
+def names(records: list[tuple[str, Record]]) -> list[str]:
+    return [f"{name}: {record.mutant}" for name, record in records]
+
+
+SCHEDULED = [entry for entry in EVERY if entry[1].scheduled]
+RACING = [entry for entry in EVERY if entry[1].race and not entry[1].scheduled]
+PROVED_WRONG = [entry for entry in EVERY if entry[1].refuted and not entry[1].emulated]
+
+
+@pytest.mark.parametrize(("name", "record"), SCHEDULED, ids=names(SCHEDULED))
+def test_a_schedule_shows(name: str, record: Record):
+    subject = SUBJECTS[name]
+    schedule = emulation.schedules()[record.schedule]
+    fault = subject.fault(mutated(record.mutant, subject.text(), subject.schedule), schedule)
+    assert fault, f"{record.mutant} passes in schedule {record.schedule}: {record.line}"
+
+
+@needs_detector
+@pytest.mark.parametrize(("name", "record"), RACING, ids=names(RACING))
+def test_the_race_detector_shows(name: str, record: Record):
+    subject = SUBJECTS[name]
+    fault = subject.fault(mutated(record.mutant, subject.text(), subject.schedule), RACES)
+    assert fault, f"{record.mutant} races unseen: {record.line}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "record"), PROVED_WRONG, ids=names(PROVED_WRONG))
+def test_sentryward_sees(name: str, record: Record):
+    pytest.importorskip("sentryward", reason="needs sentryward")
+    launch = list(record.proofs)[-1]
+    assert mutate.prove(SUBJECTS[name], record, SUBJECTS[name].text(), launch).refuted
+
+
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_the_kernel_itself_passes_where_its_mutants_fail(subject: Subject):
+    used = sorted({record.schedule for record in TABLES[subject.name].values() if record.scheduled})
+    schedules = emulation.schedules()
+    faults = {number: subject.fault(subject.text().ptx, schedules[number]) for number in used}
+    assert set(faults.values()) == {""}, faults
+
+
+@needs_detector
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_the_race_detector_accepts_the_kernel(subject: Subject):
+    assert subject.fault(subject.text().ptx, RACES) == ""
+
+
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_the_table_is_that_of_the_kernel(subject: Subject):
+    expected = mutate.chosen(subject, subject.text())
+    assert TABLES[subject.name].keys() == expected.keys(), "renew it: python tests/mutate.py"
+
+
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_no_fault_passes_unexplained(subject: Subject):
+    table = TABLES[subject.name]
+    survivors = {str(record.mutant) for record in table.values() if not record.caught}
+    assert len(table) - len(survivors) >= 25
+    assert survivors == mutate.explained(subject).keys()
+
+
+@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+def test_the_table_is_rendered(subject: Subject):
+    text = (mutate.FOLDER / f"{subject.name}.md").read_text()
+    assert text == mutate.rendered(subject, list(TABLES[subject.name].values()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind"),
+    [
+        ("one more", "init"),
+        ("drop", "wait"),
+        ("flip", "wait"),
+        ("drop", "expect_tx"),
+        ("halve", "expect_tx"),
+    ],
+)
+def test_faults_in_asking_for_the_next_item(edit: str, kind: str):
+    """The verification text has a static grid: these sites are in the shipped one alone."""
+    text = Text(vsa.compiled("full").ptx)
+    case = next(case for case in vsa.CASES if case.config == "verified")
+    case = dataclasses.replace(case, config="full")
+    wanted = (edit, kind, "clc_full")
+    mutant = next(m for m in mutants(text, VSA.schedule) if (m.edit, m.kind, m.object) == wanted)
+    ptx = normalised(mutated(mutant, text, VSA.schedule))
+    with pytest.raises((RuntimeError, AssertionError)):
+        vsa.check(case, emulation.schedules(), ptx)
+
+
+# ---- the edits, on a small text ---------------------------------------------------------------
+
+SMALL = Schedule(
+    roles=(Role("consumer", 0, 4, 64), Role("producer", 4, 1, 64)),
+    barriers=(
+        Barrier("full", 2, once("producer"), ("consumer",), "", 4096),
+        Barrier("empty", 2, lanes("consumer"), ("producer",), ""),
+    ),
+    tmem=(),
+    smem=(Region("data", 64),),
+)
+PTX = """\
+\t.loc\t1 5 1
+\tmov.b32 %r9, 128;
+\tmbarrier.init.shared.b64 [%r1+80], %r9;
+\tadd.s32 %r2, %r1, 64;
+\t{
+\t.reg .pred P1;
+WAIT:
+\tmbarrier.try_wait.parity.shared.b64 P1, [%r2], %r3, 10000000;
+\t@P1 bra.uni DONE;
+\tbra.uni WAIT;
+DONE:
+\t}
+\tst.shared.b32 [%r1+16], %r4;
+\tmov.b32 %r5, 1;
+\tmbarrier.arrive.shared.b64 %rd1, [%r1+80], %r5;
+\tmov.b32 %r6, 4096;
+\tmbarrier.arrive.expect_tx.shared.b64 %rd2, [%r2+8], %r6;
+\ttcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r2];
+\tret;
+\t.file\t1 "nowhere/kernel.py"
+"""
+
+
+def edited(edit: str, kind: str, barrier: str = "") -> list[str]:
+    """Return the lines that an edit adds, and after a minus those that it takes away."""
+    text = Text(PTX)
+    after = mutated(Mutant(edit, kind, barrier, "kernel", 0), text, SMALL).splitlines()
+    added = [line.strip() for line in after if line not in text.lines]
+    gone = [f"-{line.strip()}" for line in text.lines if line not in after]
+    return [line for line in added + gone if line.strip("-")]
+
+
+def test_sites_are_named_by_their_barriers():
+    kinds = {(m.kind, m.object) for m in mutants(Text(PTX), SMALL)}
+    assert kinds == {
+        ("init", "empty"),
+        ("wait", "full"),
+        ("shared store", ""),
+        ("arrive", "empty"),
+        ("expect_tx", "full"),
+        ("commit", "full"),
+    }
+
+
+def test_edits():
+    wait = "-mbarrier.try_wait.parity.shared.b64 P1, [%r2], %r3, 10000000;"
+    assert edited("drop", "wait", "full") == ["setp.eq.s32 P1, 0, 0;", wait]
+    assert edited("flip", "wait", "full") == [
+        ".reg .b32 PARITY;",
+        "xor.b32 PARITY, %r3, 1;",
+        "mbarrier.try_wait.parity.shared.b64 P1, [%r2], PARITY, 10000000;",
+        wait,
+    ]
+    init = "-mbarrier.init.shared.b64 [%r1+80], %r9;"
+    assert edited("one more", "init", "empty") == ["mbarrier.init.shared.b64 [%r1+80], 129;", init]
+    assert edited("one less", "init", "empty") == ["mbarrier.init.shared.b64 [%r1+80], 127;", init]
+    assert edited("halve", "expect_tx", "full") == [
+        "mbarrier.arrive.expect_tx.shared.b64 %rd2, [%r2+8], 2048;",
+        "-mbarrier.arrive.expect_tx.shared.b64 %rd2, [%r2+8], %r6;",
+    ]
+    assert edited("shift", "shared store") == [
+        "st.shared.b32 [%r1+1040], %r4;",
+        "-st.shared.b32 [%r1+16], %r4;",
+    ]
+
+
+def test_an_early_signal_comes_before_the_store_that_it_publishes():
+    lines = mutated(Mutant("early", "arrive", "empty", "kernel", 0), Text(PTX), SMALL).splitlines()
+    signal = lines.index("\tmbarrier.arrive.shared.b64 %rd1, [%r1+80], 1;")
+    assert lines[signal + 1].startswith("\tst.shared.b32")
+
+
+def test_a_site_that_is_gone_is_named():
+    with pytest.raises(LookupError, match=r"no site for drop wait full in kernel #7; renew"):
+        mutated(Mutant("drop", "wait", "full", "kernel", 7), Text(PTX), SMALL)
+    with pytest.raises(ValueError, match="ptx must hold an instruction that synchronises"):
+        mutants(Text("ret;\n"), SMALL)
