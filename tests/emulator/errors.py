@@ -12,6 +12,7 @@ KINDS = {
     "tensor memory fence": "tcgen05 accesses of two threads without tcgen05.fence between (strict)",
     "out of bounds": "an address outside its object",
     "uninitialised read": "memory that nothing has written",
+    "unwritten output": "bytes of an output that the kernel never wrote",
     "alignment": "an address that is not a multiple of what the instruction needs",
     "barrier": "an mbarrier or named barrier is misused",
     "transaction bytes": "a phase ended, or the kernel did, with other bytes than were expected",

@@ -1,0 +1,6 @@
+"""Race detector."""
+
+
+class Races:
+    def __init__(self, machine) -> None:
+        raise NotImplementedError
