@@ -8,7 +8,7 @@ from functools import cache
 from unittest import mock
 
 import torch
-from emulation import emulator
+from emulation import SCHEDULES, emulator
 from torch import Tensor
 
 from sparse_atten.csr import row_bound
@@ -18,14 +18,6 @@ from sparse_atten.cute_kernels.common.nvrtc import Program
 EDGE_LENGTHS = (1, 127, 128, 129, 0, 300)
 CSR_TENSORS = ("row_ptr", "q_indices", "edge_ids", "row_coords", "num_bad_edges")
 SCHEDULE_TENSORS = ("work_items", "num_items", "split_slot", "split_counts")
-# Warp order and slices vary with the seed; dbg=4 serves the lanes of an atomic in descending order.
-SCHEDULES: tuple[dict[str, int], ...] = (
-    {},
-    {"seed": 3, "slice": 50},
-    {"seed": 5, "slice": 30, "dbg": 4},
-    {"seed": 6, "starve": 0xF},
-    {"seed": 7, "starve": 0xFFFE, "dbg": 4, "resident": 1},
-)
 CASES: dict[str, Callable[[torch.Generator], Tables]] = {}
 
 

@@ -112,8 +112,10 @@ class NamedBarrier:
 
     def check(self) -> None:
         """Open the barrier where all have arrived."""
+        if not self.arrived:
+            return
         wanted = self.cta.live_warps() if self.expected is None else self.expected
-        if self.arrived and self.arrived >= wanted:
+        if self.arrived >= wanted:
             self.generation += 1
             self.arrived = 0
 

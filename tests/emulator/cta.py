@@ -49,13 +49,13 @@ class Cta:
 
     def live_warps(self) -> int:
         """Count the warps that have not exited."""
-        return sum(g.live_warps() for g in self.groups)
+        return sum(g.live_warps for g in self.groups)
 
     def live_threads(self) -> int:
         """Count the threads that have not exited."""
-        return sum(f.count for g in self.groups for f in g.fragments)
+        return sum(g.live_threads for g in self.groups)
 
-    def lanes_exited(self, group: Group) -> None:
+    def lanes_exited(self) -> None:
         """Open the barriers that waited for lanes that are gone."""
         for barrier in self.barriers.values():
             if barrier.expected is None:

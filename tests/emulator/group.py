@@ -85,6 +85,7 @@ class Group:
         live = thread < cta.num_threads
         self.fragments = [Fragment(0, live, int(live.sum()))]
         self.current = self.fragments[0]
+        self._count_live()
         self.peek_fails = False
         self.executed: dict[int, np.ndarray] = {}
         self.lane_actor = cta.first_actor + first_warp + self.lane_warp
@@ -141,11 +142,12 @@ class Group:
         """Return the lanes that have not exited."""
         return np.logical_or.reduce([f.mask for f in self.fragments])
 
-    def live_warps(self) -> int:
-        """Count the warps that have a lane left."""
-        if not self.fragments:
-            return 0
-        return int(self.live_lanes().reshape(-1, 32).any(1).sum())
+    def _count_live(self) -> None:
+        """Count the lanes and the warps that have not exited."""
+        self.live_threads = sum(f.count for f in self.fragments)
+        self.live_warps = 0
+        if self.fragments:
+            self.live_warps = int(self.live_lanes().reshape(-1, 32).any(1).sum())
 
     # ---- running
 
@@ -292,7 +294,8 @@ class Group:
         if lanes is None or fragment.count == 0:
             self.fragments.remove(fragment)
         self.release_converging()
-        self.cta.lanes_exited(self)
+        self._count_live()
+        self.cta.lanes_exited()
         return HANDLED
 
     def block(

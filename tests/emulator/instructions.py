@@ -1,13 +1,17 @@
 """All handlers: importing this registers them."""
 
 from emulator import (
+    clc,
     control,
     convert,
     floats,
     integers,
     lanes,
     loads,
+    mma,
     synchronise,
+    tcgen05,
+    tma,
 )
 
-__all__ = ["control", "convert", "floats", "integers", "lanes", "loads", "synchronise"]
+__all__ = ["control", "convert", "floats", "integers", "clc", "lanes", "loads", "mma", "synchronise", "tcgen05", "tma"]

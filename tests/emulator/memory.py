@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from emulator.operands import Symbol
 SHARED_BASE = 1 << 60
 LOCAL_BASE = 1 << 61
 PARAMETER_BASE = 1 << 62
+_KNOWN: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -60,7 +62,8 @@ class Memory:
     def __init__(self, tensors: Iterable[torch.Tensor] | None, variables: dict[str, bytes]) -> None:
         self.starts: list[int] = []
         self.segments: list[Segment] = []
-        self.live = tensors is None  # every tensor of the process is legal
+        # Every tensor of the process is legal: they are looked up when an address asks for one.
+        self.generations = [0, -1, 1, 2] if tensors is None else []
         self.variables: dict[str, int] = {}
         self.on_new: Callable[[Segment], None] = lambda segment: None
         for i, tensor in enumerate(tensors or ()):
@@ -89,13 +92,19 @@ class Memory:
         at = bisect.bisect_right(self.starts, address) - 1
         if at >= 0 and address < self.segments[at].base + self.segments[at].size:
             return self.segments[at]
-        if self.live:
-            self.live = False
-            for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
-                if tensor.device.type == "cpu" and tensor.layout == torch.strided:
-                    self._add_storage(f"live tensor {tuple(tensor.shape)}", tensor)
-            return self.find(address)
+        while self.generations:
+            self._adopt(self.generations.pop(0))
+            if (found := self.find(address)) is not None:
+                return found
         return None
+
+    def _adopt(self, generation: int) -> None:
+        """Register live tensors: those that earlier launches met, then the collector's."""
+        items = list(_KNOWN.values()) if generation < 0 else gc.get_objects(generation)
+        for item in [x for x in items if type(x) is torch.Tensor]:
+            if item.device.type == "cpu" and item.layout == torch.strided:
+                self._add_storage(f"live tensor {tuple(item.shape)}", item)
+                _KNOWN[id(item)] = item
 
     def segment_of(self, low: int, high: int) -> Segment:
         """Return the segment that holds the bytes low to high - 1."""

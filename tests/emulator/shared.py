@@ -41,8 +41,9 @@ class SharedMemory:
             raise EmulatorError(
                 "alignment", f"shared address {worst:#x} is no multiple of {size} bytes"
             )
-        if int(offsets.min()) < SHARED_START or int(offsets.max()) + size > self.size:
-            self.check_range(int(offsets.min()), int(offsets.max()) + size)
+        low, high = int(offsets.min()), int(offsets.max()) + size
+        if low < SHARED_START or high > self.size:
+            self.check_range(low, high)
 
     def places(self, offsets: np.ndarray, unit: int, count: int) -> np.ndarray:
         """Return indices into the view of `unit` bytes: one row of `count` for each offset."""

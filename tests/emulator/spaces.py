@@ -122,6 +122,9 @@ class Access:
 
     def _shared_parts(self, addresses: np.ndarray, every: np.ndarray):
         cta = self.group.cta
+        if len(cta.cluster.ctas) == 1:  # no rank in the addresses: what has one is out of bounds
+            yield cta.shared, every, addresses.astype(np.int64)
+            return
         ranks = addresses >> addresses.dtype.type(RANK_SHIFT)
         first = int(ranks[0])
         offsets = (addresses & addresses.dtype.type(OFFSET_MASK)).astype(np.int64)
