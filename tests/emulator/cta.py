@@ -43,7 +43,7 @@ class Cta:
         """Give the warps their groups."""
         size = self.machine.options.group
         for first in range(0, self.num_warps, size):
-            group = self.machine.take_group(min(size, self.num_warps - first))
+            group = self.machine.take_group(min(size, self.num_warps - first), first)
             group.start(self, first)
             self.groups.append(group)
 

@@ -73,9 +73,9 @@ class Machine:
 
     # ---- what the CTAs ask for
 
-    def take_group(self, num_warps: int) -> Group:
+    def take_group(self, num_warps: int, first_warp: int) -> Group:
         """Return a group of warps for a CTA."""
-        return self.program.take_group(num_warps, self.variant)
+        return self.program.take_group(num_warps, first_warp, self.variant)
 
     def take_actors(self, cta: Cta) -> int:
         """Number the warps of a CTA among all warps of the launch."""

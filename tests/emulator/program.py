@@ -57,14 +57,15 @@ class Program:
             )
         return self.blocks[start]
 
-    def take_group(self, num_warps: int, variant: str) -> Group:
+    def take_group(self, num_warps: int, first_warp: int, variant: str) -> Group:
         """Return a group that no CTA uses; its code stays linked.
 
-        `variant` names what the linked code depends on besides the text.
+        `variant` names what the linked code depends on besides the text. Warps of the same place in
+        a CTA take the same group again, because they run the same code.
         """
-        idle = self.idle.setdefault((num_warps, variant), [])
+        idle = self.idle.setdefault((num_warps, first_warp, variant), [])
         return idle.pop() if idle else Group(self, num_warps)
 
     def give_group(self, group: Group, variant: str) -> None:
         """Keep a group for the next CTA."""
-        self.idle[group.num_warps, variant].append(group)
+        self.idle[group.num_warps, group.first_warp, variant].append(group)
