@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -111,6 +111,9 @@ class Cluster:
             place = (rank % x, rank // x % y, rank // (x * y))
             index = tuple(f + p for f, p in zip(first, place, strict=True))
             self.ctas.append(Cta(self, rank, index))
+        self.domain: Any = None  # of the race detector
+        if machine.races is not None:
+            machine.races.watch_cluster(self)
         for cta in self.ctas:
             cta.start()
 

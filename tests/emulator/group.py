@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from emulator.errors import EmulatorError, Where
+from emulator.hazards import unwaited_use
 from emulator.link import HANDLED, Step, bind
 from emulator.operands import Instruction, Symbol
 from emulator.registers import DTYPES, RegisterFile
@@ -57,6 +58,12 @@ class Fragment:
     count: int
     wait: Wait | None = None
     converging: bool = False
+
+
+def _unwaited() -> None:
+    raise EmulatorError(
+        "unwaited load", "a register of tcgen05.ld is used before tcgen05.wait::ld"
+    )
 
 
 class Group:
@@ -230,6 +237,10 @@ class Group:
     def _link(self, pc: int, *, full: bool) -> Code:
         block = self.program.block_at(pc)
         steps = [bind(self, i, masked=not full) for i in block.instructions]
+        if self.machine.options.profile == "strict":
+            place = unwaited_use(block.instructions)
+            if place is not None:
+                steps[place] = _unwaited
         end = None
         following = block.start + len(steps)
         if block.ends:

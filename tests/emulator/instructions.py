@@ -12,6 +12,7 @@ from emulator import (
     synchronise,
     tcgen05,
     tma,
+    wgmma,
 )
 
-__all__ = ["control", "convert", "floats", "integers", "clc", "lanes", "loads", "mma", "synchronise", "tcgen05", "tma"]
+__all__ = ["control", "convert", "floats", "integers", "clc", "lanes", "loads", "mma", "synchronise", "tcgen05", "tma", "wgmma"]

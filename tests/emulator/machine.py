@@ -193,6 +193,8 @@ class Machine:
         done = [c for c in self.clusters if c.finished]
         for cluster in done:
             self.agents.finish(cluster)
+            if self.races is not None:
+                self.races.forget(cluster)
             for cta in cluster.ctas:
                 self._close(cta)
             self.clusters.remove(cluster)

@@ -7,7 +7,7 @@ import numpy as np
 from emulator.errors import EmulatorError
 from emulator.group import Wait
 from emulator.link import Link, Step, op
-from emulator.operands import Operand, Register, Vector
+from emulator.operands import Operand
 from emulator.shared import OFFSET_MASK, RANK_SHIFT
 from emulator.spaces import Access
 from emulator.tmem import TensorMemory, fragment
@@ -229,29 +229,6 @@ def wait(c: Link, m) -> Step:
                 group.machine.races.wait_tmem(group, warp, loads=is_load)
 
     return run
-
-
-def unwaited_use(instructions: tuple) -> int | None:
-    """Return the first instruction of a block that uses a loaded register before wait::ld."""
-    loaded: set[Register] = set()
-    for place, instruction in enumerate(instructions):
-        if instruction.opcode.startswith("tcgen05.wait::ld"):
-            loaded.clear()
-        elif instruction.opcode.startswith("tcgen05.ld."):
-            loaded.update(instruction.operands[0].items)
-        elif loaded and any(r in loaded for r in _registers(instruction.operands)):
-            return place
-    return None
-
-
-def _registers(operands: tuple):
-    for operand in operands:
-        if isinstance(operand, Register):
-            yield operand
-        elif isinstance(operand, Vector):
-            yield from _registers(operand.items)
-        elif hasattr(operand, "base"):
-            yield from _registers((operand.base,))
 
 
 # ---- fences and commit
