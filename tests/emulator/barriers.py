@@ -90,6 +90,7 @@ class NamedBarrier:
         self.generation = 0
         self.arrived = 0
         self.expected: int | None = None  # warps; None: all that live
+        self.tally: dict[int, list[int]] = {}  # generation -> predicates that are true, threads
         self.clock: Any = None
 
     def arrive(self, warps: int, expected: int | None) -> int:

@@ -73,7 +73,7 @@ def _register(c: Link, operand: Operand, type_name: str) -> np.ndarray:
 def load_parameter(c: Link, m, d: Operand, source: Operand) -> Step:
     """Read the parameter block at an offset that is known when the code is linked."""
     if not (isinstance(source, Address) and isinstance(source.base, Symbol)):
-        raise c.unknown("a computed parameter address is not modelled")
+        return _load_computed(c, m, d, source)
     unit, group = SIZES[m["t"]], c.group
     outs = [_register(c, item, m["t"]) for item in c.items(d)]
     start = source.base.offset + source.offset
@@ -87,6 +87,22 @@ def load_parameter(c: Link, m, d: Operand, source: Operand) -> Step:
     def run() -> None:
         for step in steps:
             step()
+
+    return run
+
+
+def _load_computed(c: Link, m, d: Operand, source: Operand) -> Step:
+    """Read the parameter block where a register points."""
+    unit, dtype, mask = SIZES[m["t"]], DTYPES[m["t"]], c.mask
+    outs = [_register(c, item, m["t"]) for item in c.items(d)]
+    access, address = Access(c.group, "param", "plain"), c.address(source)
+
+    def run() -> None:
+        lanes = np.arange(c.lanes) if mask is None else np.flatnonzero(mask)
+        if len(lanes):
+            values = access.load(address()[lanes], lanes, unit, len(outs)).view(dtype)
+            for i, out in enumerate(outs):
+                out[lanes] = values[:, i]
 
     return run
 

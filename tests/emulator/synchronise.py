@@ -60,6 +60,43 @@ def named_barrier(c: Link, m, number: Operand, threads: Operand | None = None) -
     return run
 
 
+@op(r"(bar|barrier)(\.cta)?\.red(\.aligned)?\.(?P<f>and|or|popc)\.(?P<t>pred|u32)", ends=True,
+    converges=True)
+def reducing_barrier(c: Link, m, d: Operand, number: Operand, *rest: Operand) -> Step:
+    """A barrier that combines a predicate of all threads."""
+    *threads, value = rest
+    which, votes, group = c.scalar(number, "u32"), c.predicate(value), c.group
+    count = c.scalar(threads[0], "u32") if threads else None
+    out, following = c.write(d, m["t"]), c.instruction.index + 1
+
+    def run() -> int:
+        warps = c.active_warps()
+        if not warps:
+            return following
+        running = group.live_lanes() if c.mask is None else c.mask.copy()
+        barrier = group.cta.barrier(which())
+        races = group.machine.races
+        if races is not None:
+            races.release(group, warps, barrier)
+        tally = barrier.tally.setdefault(barrier.generation, [0, 0])
+        tally[0] += int(np.count_nonzero(votes() & running))
+        tally[1] += int(np.count_nonzero(running))
+        generation = barrier.arrive(len(warps), None if count is None else count() // 32)
+
+        def finish() -> None:
+            if races is not None:
+                races.acquire(group, warps, barrier)
+            yes, total = tally
+            result = {"and": yes == total, "or": yes > 0, "popc": yes}[m["f"]]
+            np.copyto(out, out.dtype.type(result), where=running)
+
+        return group.block(
+            Wait(lambda: barrier.generation != generation, barrier.state), following, after=finish
+        )
+
+    return run
+
+
 def _acquire(races, group, warps, holder):
     if races is None:
         return None
