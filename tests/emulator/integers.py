@@ -232,10 +232,13 @@ def extract(c: Link, m, d: Operand, a: Operand, start: Operand, length: Operand)
         wide = x.astype(np.uint64)
         inside = np.minimum(shift_by, 63).astype(np.uint64)
         value = np.where(shift_by < bits, wide >> inside, np.uint64(0)) & ones
-        if m["t"][0] == "s":
+        if m["t"][0] == "s":  # the sign also stands for what lies past the highest bit
+            left = np.uint64(bits) - np.minimum(shift_by, bits).astype(np.uint64)
+            reach = np.where(left >= 64, ~np.uint64(0), (np.uint64(1) << left) - np.uint64(1))
+            ones = ones & np.where(ones != 0, reach, ones)
             last = np.minimum(shift_by + (n & np.uint32(0xFF)), bits) - np.uint32(1)
             last = np.minimum(last, bits - 1).astype(np.uint64)
-            negative = ((wide >> last) & np.uint64(1)).astype(bool) & (ones != 0)
+            negative = ((wide >> last) & np.uint64(1)).astype(bool) & (n & np.uint32(0xFF) != 0)
             value = np.where(negative, value | ~ones, value)
         return value.astype(x.dtype)
 

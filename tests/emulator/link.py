@@ -175,8 +175,8 @@ class Link:
     def elementwise(self, function: Callable, out: np.ndarray, *values: np.ndarray) -> Step:
         """Apply a ufunc lane by lane."""
         if self.mask is None:
-            return partial(function, *values, out)
-        return partial(function, *values, out, where=self.mask)
+            return partial(function, *values, out=out)
+        return partial(function, *values, out=out, where=self.mask)
 
     def assign(self, out: np.ndarray, compute: Callable[[], np.ndarray]) -> Step:
         """Store what a function computes for all lanes, in the lanes that run."""
