@@ -94,6 +94,7 @@ class Group:
         self.current = self.fragments[0]
         self._count_live()
         self.peek_fails = False
+        self.tried: set[int] = set()  # try_wait instructions that have failed once
         self.executed: dict[int, np.ndarray] = {}
         self.lane_actor = cta.first_actor + first_warp + self.lane_warp
         self.local = np.zeros((self.lanes, self.program.kernel.local_bytes), np.uint8)

@@ -32,6 +32,13 @@ def _kind(m) -> str:
     return "plain" if order == ".weak" else "strong"
 
 
+def _semantics(m) -> str | None:
+    """Return acquire, release or relaxed for a strong access, None for a weak one."""
+    if _kind(m) == "plain":
+        return None
+    return next((s for s in ("acquire", "release") if s in m["order"]), "relaxed")
+
+
 @op(rf"ld{_ORDER}{_SPACE}{_CACHE}{_TYPE}")
 def load(c: Link, m, d: Operand, source: Operand) -> Step:
     """Read one unit, or a vector of them; narrow values are extended."""
@@ -41,7 +48,7 @@ def load(c: Link, m, d: Operand, source: Operand) -> Step:
         raise c.unknown(f"{count} results expected, got {len(outs)}")
     access, address = Access(c.group, _space(m), _kind(m)), c.address(source)
     dtype, mask = DTYPES[m["t"]], c.mask
-    acquires = bool(m["order"] and "acquire" in m["order"])
+    sem = _semantics(m)
     group = c.group
 
     def run() -> None:
@@ -52,8 +59,8 @@ def load(c: Link, m, d: Operand, source: Operand) -> Step:
         values = access.load(where, lanes, unit, count).view(dtype)
         for i, out in enumerate(outs):
             out[slice(None) if lanes is None else lanes] = values[:, i]
-        if acquires:
-            group.machine.acquire(group, lanes, where)
+        if sem is not None:
+            group.machine.acquire(group, lanes, where, sem)
 
     return run
 
@@ -116,7 +123,7 @@ def store(c: Link, m, target: Operand, a: Operand) -> Step:
         raise c.unknown("wrong number of values")
     access, address = Access(c.group, _space(m), _kind(m)), c.address(target)
     mask, unit = c.mask, SIZES[m["t"]]
-    releases = bool(m["order"] and "release" in m["order"])
+    sem = _semantics(m)
     group = c.group
 
     def run() -> None:
@@ -127,8 +134,8 @@ def store(c: Link, m, target: Operand, a: Operand) -> Step:
         values = np.empty((len(where), len(rows)), UNITS[unit])
         for i, row in enumerate(rows):
             values[:, i] = row if lanes is None else row[lanes]
-        if releases:
-            group.machine.release(group, lanes, where)
+        if sem is not None:
+            group.machine.release(group, lanes, where, sem)
         access.store(where, lanes, values)
 
     return run

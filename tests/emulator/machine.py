@@ -112,15 +112,15 @@ class Machine:
         if self.races is not None:
             self.races.atomic(group, lanes, where, sem)
 
-    def acquire(self, group: Group, lanes: Any, where: np.ndarray) -> None:
-        """Run the acquire of a load."""
+    def acquire(self, group: Group, lanes: Any, where: np.ndarray, sem: str) -> None:
+        """Order a strong load with the thread."""
         if self.races is not None:
-            self.races.atomic(group, lanes, where, "acquire")
+            self.races.atomic(group, lanes, where, sem, stores=False)
 
-    def release(self, group: Group, lanes: Any, where: np.ndarray) -> None:
-        """Run the release of a store."""
+    def release(self, group: Group, lanes: Any, where: np.ndarray, sem: str) -> None:
+        """Order a strong store with the thread."""
         if self.races is not None:
-            self.races.atomic(group, lanes, where, "release")
+            self.races.atomic(group, lanes, where, sem, loads=False)
 
     # ---- running
 
@@ -132,17 +132,24 @@ class Machine:
         EmulatorError
             Any fault of the kernel.
         """
-        failures = 0
+        standstill, failures = None, 0
         while self.clusters or self.waiting:
             while self.waiting and len(self.clusters) < self.options.resident:
                 self.clusters.append(Cluster(self, self.waiting.popleft()))
-            if self._turn() or self.agents.complete_one():
-                failures = 0
-            elif failures < _PEEKS and self._fail_peeks():
-                failures += 1
-            else:
-                raise deadlock(self)
+            if not (self._turn() or self.agents.complete_one()):
+                state = self._state()
+                failures = failures + 1 if state == standstill else 0
+                standstill = state
+                if failures == _PEEKS or not self._fail_peeks():
+                    raise deadlock(self)
             self._retire()
+
+    def _state(self) -> list[tuple]:
+        """Return where everything stands: two equal standstills mean no progress between them."""
+        ctas = [cta for cluster in self.clusters for cta in cluster.ctas]
+        places = [(f.pc, f.count) for cta in ctas for g in cta.groups for f in g.fragments]
+        barriers = [(b.phase, b.pending, b.tx) for c in ctas for b in c.mbarriers.values()]
+        return places + barriers
 
     def _turn(self) -> bool:
         """Let the groups run that can; starved ones only when no other can."""

@@ -233,37 +233,48 @@ class Races:
 
     # ---- atomics and strong accesses
 
-    def atomic(self, group: Group, lanes: Any, where: np.ndarray, sem: str | None) -> None:
-        """Order the warps with the addresses of an atomic."""
+    def atomic(
+        self,
+        group: Group,
+        lanes: Any,
+        where: np.ndarray,
+        sem: str | None,
+        *,
+        loads: bool = True,
+        stores: bool = True,
+    ) -> None:
+        """Order the warps with the addresses of an atomic, a strong load or a strong store."""
         domain = self.domain(group.cta)
         actors = domain.lanes(group)
         actors = actors if lanes is None else actors[lanes]
         for actor in np.unique(actors).tolist():
             for address in np.unique(where[actors == actor]).tolist():
-                self._exchange(domain, actor, self._key(group, address), sem or "relaxed")
+                holder = self.addresses.setdefault(self._key(group, address), Holder())
+                if loads:
+                    self._receive(domain, actor, holder, sem or "relaxed")
+                if stores:
+                    self._send(domain, actor, holder, sem or "relaxed")
 
     def _key(self, group: Group, address: int) -> tuple:
         return (id(group.cta) if address < 1 << 32 else 0, address)
 
-    def _exchange(self, domain: Domain, actor: int, key: tuple, sem: str) -> None:
-        holder = self.addresses.setdefault(key, Holder())
+    def _receive(self, domain: Domain, actor: int, holder: Holder, sem: str) -> None:
+        plane = SEEN if sem in ("acquire", "acq_rel") else PENDING
+        for number, held in holder.by_cluster.items():
+            mine = domain.planes[actor]
+            if number != domain.number:
+                mine = domain.foreign[actor].setdefault(number, np.zeros_like(held))
+            np.maximum(mine[plane], held[PUBLIC], out=mine[plane])
+
+    def _send(self, domain: Domain, actor: int, holder: Holder, sem: str) -> None:
         planes, foreign = domain.planes[actor], domain.foreign[actor]
-        if sem != "release":
-            for number, held in holder.by_cluster.items():
-                if number == domain.number:
-                    mine = planes
-                else:
-                    mine = foreign.setdefault(number, np.zeros_like(held))
-                plane = PENDING if sem == "relaxed" else SEEN
-                np.maximum(mine[plane], held[PUBLIC], out=mine[plane])
         if sem in ("release", "acq_rel"):
             for known in (planes, *foreign.values()):
                 np.maximum(known[PUBLIC], known[SEEN], out=known[PUBLIC])
-        if sem != "acquire":
-            holder.join(domain.number, planes)
-            for number, known in foreign.items():
-                holder.join(number, known)
-            self._tick(domain, actor)
+        holder.join(domain.number, planes)
+        for number, known in foreign.items():
+            holder.join(number, known)
+        self._tick(domain, actor)
 
     # ---- asynchronous work
 

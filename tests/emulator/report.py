@@ -24,7 +24,8 @@ def deadlock(machine: Machine) -> EmulatorError:
                     first = first or where
                     lanes = f", {fragment.count} lanes" if fragment.count % 32 else ""
                     if fragment.converging:
-                        kind, first = "divergence", where
+                        if all(f.wait is None for f in group.fragments):
+                            kind, first = "divergence", where
                         reason = "waits for the other lanes of its warp"
                     elif fragment.wait is None:
                         reason = "could go on"

@@ -32,9 +32,9 @@ class Access:
         out = np.empty((len(addresses), count), UNITS[unit])
         for place, rows, offsets in self._parts(addresses, unit * count):
             actors = self._lanes(lanes, rows, len(addresses))
+            out[rows] = self._gather(place, actors, offsets, unit, count)
             if place.shadow is not None:
                 place.shadow.read(self.group, actors, offsets, unit * count, strong=self.strong)
-            out[rows] = self._gather(place, actors, offsets, unit, count)
         return out
 
     def _gather(
@@ -53,8 +53,6 @@ class Access:
         unit, count = values.itemsize, values.shape[1]
         for place, rows, offsets in self._parts(addresses, unit * count):
             actors = self._lanes(lanes, rows, len(addresses))
-            if place.shadow is not None:
-                place.shadow.write(self.group, actors, offsets, unit * count, strong=self.strong)
             part = values[rows]
             if isinstance(place, SharedMemory):
                 place.scatter(offsets, unit, part)
@@ -64,6 +62,8 @@ class Access:
                 places = _places(offsets, unit, count)
                 place.view(unit)[places] = part
                 mark_written(place, offsets, unit * count)
+            if place.shadow is not None:
+                place.shadow.write(self.group, actors, offsets, unit * count, strong=self.strong)
 
     def update(
         self, addresses: np.ndarray, lanes: np.ndarray | None, values: np.ndarray, change: Update
@@ -74,8 +74,7 @@ class Access:
         order = -1 if self.group.machine.options.descending else 1
         for place, rows, offsets in self._parts(addresses, unit):
             actors = self._lanes(lanes, rows, len(addresses))
-            if place.shadow is not None:
-                place.shadow.update(self.group, actors, offsets, unit)
+            whole = offsets
             rows, offsets = rows[::order], offsets[::order]
             if isinstance(place, SharedMemory):
                 place.check_access(offsets, unit)
@@ -87,6 +86,8 @@ class Access:
             view = view.view(values.dtype)
             places = (offsets // unit).astype(np.intp)
             old[rows] = _serve(view, places, values[rows], change)
+            if place.shadow is not None:
+                place.shadow.update(self.group, actors, whole, unit)
         return old
 
     # ---- where addresses point

@@ -270,7 +270,8 @@ def wait(
                 those = lanes if (values == value).all() else lanes[values == value]
                 waiting.append((barrier, value, those))
         open_ = [passed(barrier, value) for barrier, value, _ in waiting]
-        if tries and not all(open_) and not group.peek_fails:
+        if tries and not all(open_) and not group.peek_fails and here in group.tried:
+            group.tried.discard(here)
 
             def ready() -> bool:
                 return all(passed(barrier, value) for barrier, value, _ in waiting)
@@ -287,6 +288,8 @@ def wait(
             held = [barrier for barrier, value, _ in waiting if not passed(barrier, value)]
             return group.block(Wait(ready, describe, peek=True, barriers=held), here)
         group.peek_fails = False
+        if not all(open_):  # the first try reports failure: code that ignores it goes wrong
+            group.tried.add(here)
         for (barrier, value, lanes), is_open in zip(waiting, open_, strict=True):
             out[lanes] = is_open
             if is_open:
