@@ -8,7 +8,7 @@ from functools import cache
 from unittest import mock
 
 import torch
-from emulation import SCHEDULES, emulator
+from emulation import emulator
 from torch import Tensor
 
 from sparse_atten.csr import row_bound

@@ -109,9 +109,7 @@ def _child(arch: int, causal: bool, folder: Path) -> None:
     interface.cute.compile = _Recorder(cute.compile, made)
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = (1, 256, 2, HEAD_DIM)
-        q, k, v = (
-            torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)
-        )
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         interface._flash_attn_fwd(q, k, v, _arch=arch, causal=causal)
     (folder / "kernel.ptx").write_text(made[0].ptx)
     (folder / "kernel.mlir").write_text(made[0].mlir)
@@ -129,9 +127,8 @@ def launch_of(arch: int, causal: bool, kernel: Kernel, tensors: tuple) -> Launch
     """Bind q, k, v and the output, each [B, S, H, D]."""
     from emulator.peers import fast_divisor, packed, tensor_maps
 
-    q, k, v, out = tensors
-    batch, queries, heads, width = q.shape
-    keys = k.shape[1]
+    batch, queries, heads, width = tensors[0].shape
+    keys = tensors[1].shape[1]
     orders = [(1, 3, 2, 0)] * 4
     if arch == 100:
         orders[2] = (3, 1, 2, 0)

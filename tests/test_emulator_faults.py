@@ -149,7 +149,12 @@ FAULTS = {
     "missing wait for a free stage": ("@!%p4 bra FREE;", "", "race", {}),
     "missing wait for the result": ("@!%p4 bra DONE;", "", "race|uninitialised read", {}),
     "too many bytes expected": ("[%r14], 24576", "[%r14], 24592", "transaction bytes", {}),
-    "too few bytes expected": ("[%r14], 24576", "[%r14], 16384", "transaction bytes|uninitialised read|race", {}),
+    "too few bytes expected": (
+        "[%r14], 24576",
+        "[%r14], 16384",
+        "transaction bytes|uninitialised read|race",
+        {},
+    ),
     "swapped phase": (
         "and.b32 %r12, %r12, 1;\nshl.b32 %r13, %r11, 3; add.u32 %r14, %r3, %r13;\nFULL:",
         "xor.b32 %r12, %r12, 1; and.b32 %r12, %r12, 1;\n"
@@ -172,10 +177,18 @@ FAULTS = {
         "tensor memory",
         {},
     ),
-    "box past shared memory": ("add.u32 %r18, %r15, 16384", "add.u32 %r18, %r15, 49152",
-                               "out of bounds", {}),
-    "box at an odd place": ("add.u32 %r18, %r15, 16384", "add.u32 %r18, %r15, 16448",
-                            "alignment", {}),
+    "box past shared memory": (
+        "add.u32 %r18, %r15, 16384",
+        "add.u32 %r18, %r15, 49152",
+        "out of bounds",
+        {},
+    ),
+    "box at an odd place": (
+        "add.u32 %r18, %r15, 16384",
+        "add.u32 %r18, %r15, 16448",
+        "alignment",
+        {},
+    ),
     "unwritten output": (
         "@%p2 cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group "
         "[%d2, {%r17, %r17}], [%r2];",
@@ -222,8 +235,12 @@ FAULTS = {
         "descriptor",
         {},
     ),
-    "another allocation than the one in use": ("mov.u32 %r5, 64", "mov.u32 %r5, 32",
-                                               "tensor memory", {}),
+    "another allocation than the one in use": (
+        "mov.u32 %r5, 64",
+        "mov.u32 %r5, 32",
+        "tensor memory",
+        {},
+    ),
 }
 
 
@@ -321,7 +338,13 @@ def test_shared_faults():
     expect("out of bounds", kernel(at + "st.shared.u32 [%r2+4096], %r0;", 0), [])
     expect("out of bounds", kernel(at + "st.shared.u32 [%r2+-256], %r0;", 0), [])
     store = "st.shared.u32 [%r2], %r0;"
-    swap = at + store + " bar.sync 0; " + store + " {} xor.b32 %r2, %r2, 128; ld.shared.u32 %r3, [%r2];"
+    swap = (
+        at
+        + store
+        + " bar.sync 0; "
+        + store
+        + " {} xor.b32 %r2, %r2, 128; ld.shared.u32 %r3, [%r2];"
+    )
     expect("race", kernel(swap.format(""), 0), [], block=64)
     launch(kernel(swap.format("bar.sync 0;"), 0), [], block=64, races=True)
 
@@ -369,6 +392,10 @@ def test_too_many_blocks_are_endless():
 
 
 def test_barrier_misuse():
-    expect("barrier", kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.sync 1, 64; "
-                             "@!%p1 bar.sync 1, 96;", 0), [], block=64)
+    expect(
+        "barrier",
+        kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.sync 1, 64; @!%p1 bar.sync 1, 96;", 0),
+        [],
+        block=64,
+    )
     expect("deadlock", kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.sync 1, 96;", 0), [], block=64)

@@ -6,7 +6,7 @@ options decide when: at issue, at random moments, or only when no warp can go on
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,12 @@ class Agents:
         self.immediate = machine.options.async_delay == 0
         self.mma = 0  # MMA instructions so far
         self.tma = 0  # TMA boxes so far
+        self.work: dict[int, Counter[str]] = {}  # warp id -> what its agents moved and multiplied
+
+    def note(self, group: Group, lane: int, **amounts: int) -> None:
+        """Count work of an agent for the warp that asked for it."""
+        warp = group.first_warp + lane // 32
+        self.work.setdefault(warp, Counter()).update(amounts)
 
     def issue(
         self,

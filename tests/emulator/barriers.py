@@ -1,4 +1,4 @@
-"""Barriers: mbarrier objects, named barriers, the cluster's barrier. State only; no instructions."""
+"""State of barriers: mbarrier objects, named barriers, the cluster's barrier."""
 
 from __future__ import annotations
 

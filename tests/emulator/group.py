@@ -61,9 +61,7 @@ class Fragment:
 
 
 def _unwaited() -> None:
-    raise EmulatorError(
-        "unwaited load", "a register of tcgen05.ld is used before tcgen05.wait::ld"
-    )
+    raise EmulatorError("unwaited load", "a register of tcgen05.ld is used before tcgen05.wait::ld")
 
 
 class Group:
@@ -310,9 +308,7 @@ class Group:
         self.cta.lanes_exited()
         return HANDLED
 
-    def block(
-        self, wait: Wait, resume: int, after: Callable[[], None] | None = None
-    ) -> int:
+    def block(self, wait: Wait, resume: int, after: Callable[[], None] | None = None) -> int:
         """Let the current fragment wait; it runs `after` and goes on at `resume`."""
         wait.after = after
         self.current.wait = wait

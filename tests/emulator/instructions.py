@@ -15,4 +15,17 @@ from emulator import (
     wgmma,
 )
 
-__all__ = ["control", "convert", "floats", "integers", "clc", "lanes", "loads", "mma", "synchronise", "tcgen05", "tma", "wgmma"]
+__all__ = [
+    "clc",
+    "control",
+    "convert",
+    "floats",
+    "integers",
+    "lanes",
+    "loads",
+    "mma",
+    "synchronise",
+    "tcgen05",
+    "tma",
+    "wgmma",
+]

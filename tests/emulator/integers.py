@@ -11,14 +11,26 @@ from emulator.operands import Immediate, Operand, Pair
 from emulator.registers import DTYPES
 
 _SIMPLE = {
-    **{"add": np.add, "sub": np.subtract, "mul.lo": np.multiply},
-    **{"min": np.minimum, "max": np.maximum},
-    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
+    "add": np.add,
+    "sub": np.subtract,
+    "mul.lo": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
 }
 _COMPARE = {
-    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
-    **{"gt": np.greater, "ge": np.greater_equal},
-    **{"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal},
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
 }
 _COMBINE = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
@@ -165,9 +177,11 @@ def funnel(c: Link, m, d: Operand, low: Operand, high: Operand, amount: Operand)
 @op(r"popc\.(?P<t>b32|b64)")
 def population(c: Link, m, d: Operand, a: Operand) -> Step:
     """Bits that are set."""
-    return c.elementwise(np.bitwise_count, c.write(d, "u32"), c.read(a, m["t"])) if (
-        c.mask is None
-    ) else c.assign(c.write(d, "u32"), partial(np.bitwise_count, c.read(a, m["t"])))
+    return (
+        c.elementwise(np.bitwise_count, c.write(d, "u32"), c.read(a, m["t"]))
+        if (c.mask is None)
+        else c.assign(c.write(d, "u32"), partial(np.bitwise_count, c.read(a, m["t"])))
+    )
 
 
 def leading(value: np.ndarray) -> np.ndarray:
@@ -246,10 +260,8 @@ def extract(c: Link, m, d: Operand, a: Operand, start: Operand, length: Operand)
 
 
 @op(r"bfi\.(?P<t>b32|b64)")
-def insert(
-    c: Link, m, d: Operand, a: Operand, b: Operand, start: Operand, length: Operand
-) -> Step:
-    """b with a bit field of a at `start`."""
+def insert(c: Link, m, d: Operand, a: Operand, b: Operand, start: Operand, length: Operand) -> Step:
+    """B with a bit field of a at `start`."""
     x, y = c.read(a, m["t"]), c.read(b, m["t"])
     at, n = c.read(start, "u32"), c.read(length, "u32")
     bits = _bits(m["t"])
@@ -285,9 +297,7 @@ def permute(c: Link, m, d: Operand, a: Operand, b: Operand, selector: Operand) -
 
 
 @op(r"lop3\.b32")
-def lookup(
-    c: Link, m, d: Operand, a: Operand, b: Operand, other: Operand, table: Operand
-) -> Step:
+def lookup(c: Link, m, d: Operand, a: Operand, b: Operand, other: Operand, table: Operand) -> Step:
     """Any function of three bits, given by its table."""
     x, y, z = (c.read(o, "u32") for o in (a, b, other))
     rows = int(table.text, 0)
@@ -296,9 +306,7 @@ def lookup(
         value = np.zeros_like(x)
         for row in range(8):
             if rows >> row & 1:
-                value |= (
-                    (x if row & 4 else ~x) & (y if row & 2 else ~y) & (z if row & 1 else ~z)
-                )
+                value |= (x if row & 4 else ~x) & (y if row & 2 else ~y) & (z if row & 1 else ~z)
         return value
 
     return c.assign(c.write(d, "u32"), compute)

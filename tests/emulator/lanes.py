@@ -151,8 +151,12 @@ def match(c: Link, m, d: Operand, a: Operand, members: Operand) -> Step:
 
 
 _REDUCTIONS = {
-    **{"add": (np.add, 0), "and": (np.bitwise_and, -1), "or": (np.bitwise_or, 0)},
-    **{"xor": (np.bitwise_xor, 0), "min": (np.minimum, None), "max": (np.maximum, None)},
+    "add": (np.add, 0),
+    "and": (np.bitwise_and, -1),
+    "or": (np.bitwise_or, 0),
+    "xor": (np.bitwise_xor, 0),
+    "min": (np.minimum, None),
+    "max": (np.maximum, None),
 }
 
 

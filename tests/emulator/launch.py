@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ class Result:
         MMA instructions, TMA boxes, CTAs that started (cancelled launches are none).
     findings : tuple of str
         What is suspicious but no fault.
+    agent_work : dict of int to Counter
+        Warp id -> FLOP and bytes of the MMAs and boxes that it asked for.
     program : Program
         The text that ran, for counts.
     """
@@ -46,6 +49,7 @@ class Result:
     tma: int
     ctas: int
     findings: tuple[str, ...]
+    agent_work: dict[int, Counter[str]]
     program: Program
 
     @property
@@ -103,7 +107,7 @@ def run(ptx: str, plan: Any, **options: Any) -> Result:
     )
 
 
-def launch(  # noqa: PLR0917
+def launch(
     ptx: str,
     kernel: str | None,
     grid: int | Sequence[int],
@@ -167,6 +171,7 @@ def launch(  # noqa: PLR0917
         machine.agents.tma,
         machine.num_ctas,
         tuple(machine.findings),
+        machine.agents.work,
         program,
     )
 
@@ -180,9 +185,7 @@ def _check(kernel: Kernel, dims: tuple, smem_bytes: int, parameters: Sequence[An
     grid, block, cluster = dims
     if len(parameters) != len(kernel.parameters):
         sizes = [p.size for p in kernel.parameters]
-        raise ValueError(
-            f"parameters must be {len(sizes)} of sizes {sizes}, got {len(parameters)}"
-        )
+        raise ValueError(f"parameters must be {len(sizes)} of sizes {sizes}, got {len(parameters)}")
     if kernel.block is not None and block != kernel.block:
         raise ValueError(f"block must be {kernel.block} (.reqntid), got {block}")
     if any(g % c for g, c in zip(grid, cluster, strict=True)):

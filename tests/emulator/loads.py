@@ -236,10 +236,7 @@ def fence(c: Link, m) -> Step:
 def convert_address(c: Link, m, d: Operand, a: Operand) -> Step:
     """Between the generic space and another; only shared memory moves."""
     out = c.write(d, "u64")
-    if isinstance(a, Symbol) and a.space == "shared":
-        value = c.read(a, "u64")
-    else:
-        value = c.read(a, "u64")
+    value = c.read(a, "u64")
     if m["space"] != "shared":
         return c.assign(out, lambda: value)
     base = np.uint64(SHARED_BASE)
@@ -265,7 +262,7 @@ def rank_of_address(c: Link, m, d: Operand, a: Operand) -> Step:
     """The rank in an address of the cluster's window."""
     value = c.read(a, m["t"])
     shift = value.dtype.type(RANK_SHIFT)
-    return c.assign(c.write(d, "u32"), lambda: ((value >> shift) & value.dtype.type(0xFF)))
+    return c.assign(c.write(d, "u32"), lambda: (value >> shift) & value.dtype.type(0xFF))
 
 
 @op(r"isspacep\.(?P<space>global|shared|local|param)(::\w+)?")
@@ -285,9 +282,7 @@ def is_space(c: Link, m, d: Operand, a: Operand) -> Step:
 # ---- cp.async
 
 
-@op(
-    r"cp\.async\.(?P<cache>ca|cg)\.shared(::cta)?\.global(\.L2::\w+)*"
-)
+@op(r"cp\.async\.(?P<cache>ca|cg)\.shared(::cta)?\.global(\.L2::\w+)*")
 def copy_async(
     c: Link, m, target: Operand, source: Operand, size: Operand, read: Operand | None = None
 ) -> Step:

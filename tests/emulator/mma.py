@@ -192,6 +192,13 @@ def multiply(c: Link, m, d: Operand, a: Operand, b: Operand, *rest: Operand) -> 
             words = np.array([row[lane] for row in lanes_off], np.uint32)
             if words.any():
                 product.disabled = np.unpackbits(words.view(np.uint8), bitorder="little") != 0
+            operands = product.shape.n + (0 if in_memory else product.shape.m)
+            group.machine.agents.note(
+                group,
+                lane,
+                mma_flop=2 * product.shape.m * product.shape.n * 16,
+                operand_bytes=operands * K_BYTES,
+            )
             _issue(c, product, pipe_of(group, pipe_name))
 
     return run

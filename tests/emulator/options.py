@@ -79,9 +79,7 @@ def _schedules() -> tuple[dict[str, Any], ...]:
         for quad in range(4)
         for delay in (2, LATE)
     ]
-    alone = [
-        {"seed": 20 + warp, "async_delay": 2, "starve": 1 << warp} for warp in range(12, 16)
-    ]
+    alone = [{"seed": 20 + warp, "async_delay": 2, "starve": 1 << warp} for warp in range(12, 16)]
     halves = [{"seed": 30, "starve": 0xFF}, {"seed": 31, "starve": 0xFF00}]
     return (*plain, *starved, *alone, *halves)
 

@@ -348,12 +348,9 @@ class Races:
 
 
 def _join_foreign(foreign: dict[int, np.ndarray], number: int, held: np.ndarray) -> None:
-    if number in foreign:
-        for plane in _FOREIGN:
-            np.maximum(foreign[number][plane], held[plane], out=foreign[number][plane])
-    else:
-        foreign[number] = np.zeros_like(held)
-        foreign[number][list(_FOREIGN)] = held[list(_FOREIGN)]
+    mine = foreign.setdefault(number, np.zeros_like(held))
+    for plane in _FOREIGN:
+        np.maximum(mine[plane], held[plane], out=mine[plane])
 
 
 def _grains(kernel: Any) -> dict[str, int]:

@@ -8,12 +8,26 @@ from emulator.operands import SIZES
 
 POISON = 0xA5  # every byte of a register that nothing has written
 DTYPES = {
-    **{"u8": np.uint8, "s8": np.int8, "b8": np.uint8},
-    **{"u16": np.uint16, "s16": np.int16, "b16": np.uint16, "f16": np.float16, "bf16": np.uint16},
-    **{"u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32},
-    **{"f16x2": np.uint32, "bf16x2": np.uint32},
-    **{"u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f64": np.float64},
-    **{"f32x2": np.uint64, "pred": np.bool_},
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b8": np.uint8,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "b16": np.uint16,
+    "f16": np.float16,
+    "bf16": np.uint16,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "b32": np.uint32,
+    "f32": np.float32,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "b64": np.uint64,
+    "f64": np.float64,
+    "f32x2": np.uint64,
+    "pred": np.bool_,
 }
 _BASES = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 

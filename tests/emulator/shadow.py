@@ -158,7 +158,13 @@ class TensorShadow(CellShadow):
         return np.broadcast_to(at[0] * 512 + at[1], np.broadcast_shapes(*(x.shape for x in at)))
 
     def _check(
-        self, cells: np.ndarray, planes: np.ndarray, what: str, *, readers: bool, fences: bool = True
+        self,
+        cells: np.ndarray,
+        planes: np.ndarray,
+        what: str,
+        *,
+        readers: bool,
+        fences: bool = True,
     ) -> None:
         """Check against SEEN (a race), then against TENSOR (only a fence is missing)."""
         for plane, kind in ((_SEEN, "race"), (_TENSOR, "tensor memory fence"))[: 1 + fences]:
@@ -283,11 +289,11 @@ class GlobalShadow:
         self._check(what, actor, view, cells, ("write", "read", "other read"), strong)
         self._note(self.slots["write"], cells, domain.number, actor, time, strong)
 
-    def _note(self, slot: tuple, cells: np.ndarray, number, actor, time, strong) -> None:  # noqa: PLR0917
+    def _note(self, slot: tuple, cells: np.ndarray, number, actor, time, strong) -> None:
         for array, value in zip(slot, (number, actor, time, strong), strict=True):
             array[cells] = value
 
-    def _generic(self, what: str, group: Group, lanes, offsets, size, strong) -> None:  # noqa: PLR0917
+    def _generic(self, what: str, group: Group, lanes, offsets, size, strong) -> None:
         domain = self.races.domain(group.cta)
         cells = _span(offsets, size, self.grain)
         actors = domain.lanes(group)[lanes]

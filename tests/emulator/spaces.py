@@ -46,9 +46,7 @@ class Access:
             return place.gather(lanes, offsets, unit, count)
         return place.view(unit)[_places(offsets, unit, count)]
 
-    def store(
-        self, addresses: np.ndarray, lanes: np.ndarray | None, values: np.ndarray
-    ) -> None:
+    def store(self, addresses: np.ndarray, lanes: np.ndarray | None, values: np.ndarray) -> None:
         """Write [lanes, count] units."""
         unit, count = values.itemsize, values.shape[1]
         for place, rows, offsets in self._parts(addresses, unit * count):
@@ -73,9 +71,6 @@ class Access:
         unit = values.itemsize
         order = -1 if self.group.machine.options.descending else 1
         for place, rows, offsets in self._parts(addresses, unit):
-            actors = self._lanes(lanes, rows, len(addresses))
-            whole = offsets
-            rows, offsets = rows[::order], offsets[::order]
             if isinstance(place, SharedMemory):
                 place.check_access(offsets, unit)
                 place.check_valid(offsets // unit, unit)
@@ -83,11 +78,12 @@ class Access:
             else:
                 view = place.view(unit)
                 mark_written(place, offsets, unit)
-            view = view.view(values.dtype)
-            places = (offsets // unit).astype(np.intp)
-            old[rows] = _serve(view, places, values[rows], change)
+            served = rows[::order]
+            places = (offsets[::order] // unit).astype(np.intp)
+            old[served] = _serve(view.view(values.dtype), places, values[served], change)
             if place.shadow is not None:
-                place.shadow.update(self.group, actors, whole, unit)
+                actors = self._lanes(lanes, rows, len(addresses))
+                place.shadow.update(self.group, actors, offsets, unit)
         return old
 
     # ---- where addresses point
@@ -189,9 +185,7 @@ class Local:
             raise EmulatorError("alignment", f"local addresses must be multiples of {size}")
         return offsets[:, None] + np.arange(size)
 
-    def gather(
-        self, lanes: np.ndarray, offsets: np.ndarray, unit: int, count: int
-    ) -> np.ndarray:
+    def gather(self, lanes: np.ndarray, offsets: np.ndarray, unit: int, count: int) -> np.ndarray:
         """Read."""
         columns = self._columns(offsets, unit * count)
         data = np.ascontiguousarray(self.memory[lanes[:, None], columns])

@@ -60,8 +60,11 @@ def named_barrier(c: Link, m, number: Operand, threads: Operand | None = None) -
     return run
 
 
-@op(r"(bar|barrier)(\.cta)?\.red(\.aligned)?\.(?P<f>and|or|popc)\.(?P<t>pred|u32)", ends=True,
-    converges=True)
+@op(
+    r"(bar|barrier)(\.cta)?\.red(\.aligned)?\.(?P<f>and|or|popc)\.(?P<t>pred|u32)",
+    ends=True,
+    converges=True,
+)
 def reducing_barrier(c: Link, m, d: Operand, number: Operand, *rest: Operand) -> Step:
     """A barrier that combines a predicate of all threads."""
     *threads, value = rest
@@ -103,9 +106,7 @@ def _acquire(races, group, warps, holder):
     return lambda: races.acquire(group, warps, holder)
 
 
-@op(
-    r"barrier\.cluster\.arrive(?P<sem>\.(release|relaxed))?(?P<aligned>\.aligned)?", converges=True
-)
+@op(r"barrier\.cluster\.arrive(?P<sem>\.(release|relaxed))?(?P<aligned>\.aligned)?", converges=True)
 def cluster_arrive(c: Link, m) -> Step:
     """Arrive for the cluster."""
     group, mask, releases = c.group, c.mask, m["sem"] != ".relaxed"
@@ -158,9 +159,7 @@ def _each(c: Link, target: Operand):
         addresses = address()[lanes]
         if (addresses == addresses[0]).all():
             return [(group.cta.mbarrier(int(addresses[0])), lanes)]
-        return [
-            (group.cta.mbarrier(int(a)), lanes[addresses == a]) for a in np.unique(addresses)
-        ]
+        return [(group.cta.mbarrier(int(a)), lanes[addresses == a]) for a in np.unique(addresses)]
 
     return each
 

@@ -51,9 +51,7 @@ def allocate(c: Link, m, target: Operand, columns: Operand) -> Step:
             free = count()
 
             def ready() -> bool:
-                return any(
-                    not memory.owned[at : at + free].any() for at in range(0, 512, free)
-                )
+                return any(not memory.owned[at : at + free].any() for at in range(0, 512, free))
 
             return group.block(
                 Wait(ready, lambda: f"{free} columns; allocated are {memory.allocated}"), here

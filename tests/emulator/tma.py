@@ -191,7 +191,9 @@ def load(c: Link, m, target: Operand, tensor: Operand, barrier: Operand, *extra:
             tensor_map, coordinates = source(lane)
             place, at = int(to()[lane]), int(signal()[lane])
             mask = None if ranks is None else int(ranks[lane])
-            _issue_load(c, Transfer(group, tensor_map, coordinates), place, at, (mask, pair))
+            transfer = Transfer(group, tensor_map, coordinates)
+            group.machine.agents.note(group, lane, tma_bytes_in=transfer.num_bytes)
+            _issue_load(c, transfer, place, at, (mask, pair))
 
     return run
 
@@ -252,7 +254,9 @@ def store(c: Link, m, tensor: Operand, place: Operand, *extra: Operand) -> Step:
             if key in seen and not m["reduce"]:  # lanes that store the same box once more
                 continue
             seen.add(key)
-            _issue_store(c, Transfer(group, tensor_map, coordinates), at, m["o"])
+            transfer = Transfer(group, tensor_map, coordinates)
+            group.machine.agents.note(group, lane, tma_bytes_out=transfer.num_bytes)
+            _issue_store(c, transfer, at, m["o"])
 
     return run
 

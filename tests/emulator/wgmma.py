@@ -55,7 +55,7 @@ class _Part:
             shared.shadow.read_async(clock, places.reshape(-1), 2)
         return self.widen(shared.views[2][places >> 1]) * self.signs[which]
 
-    def perform(self, warp: int, first: Matrix | None, second: Matrix, adds: bool, clock) -> None:  # noqa: PLR0917
+    def perform(self, warp: int, first: Matrix | None, second: Matrix, adds: bool, clock) -> None:
         lanes = slice(32 * warp, 32 * warp + 32)
         if first is None:
             row, column = operand_a()
@@ -111,6 +111,10 @@ def multiply(c: Link, m, d: Vector, a: Operand, b: Operand, adds: Operand, *flag
             )
             if (group.first_warp + warp) % 4 == 0:
                 machine.agents.mma += 1
+                rows = part.n + (0 if in_registers else _ROWS)
+                machine.agents.note(
+                    group, lane, mma_flop=2 * _ROWS * part.n * 16, operand_bytes=rows * 32
+                )
             pipe = ("wgmma", group.actor(warp))
             lanes = np.zeros(c.lanes, bool)
             lanes[lane : lane + 32] = True
