@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from emulator.operands import SIZES
 from emulator.shadow import CellShadow, GlobalShadow, TensorShadow
 
 if TYPE_CHECKING:
@@ -355,16 +356,14 @@ def _join_foreign(foreign: dict[int, np.ndarray], number: int, held: np.ndarray)
 
 def _grains(kernel: Any) -> dict[str, int]:
     """Return the narrowest access of a kernel to each space, in bytes (at most 4)."""
-    import re
-
     grains = {"shared": 4, "global": 4}
     for instruction in kernel.instructions:
         opcode = instruction.opcode
         if opcode.startswith(("ld.", "st.", "atom.", "red.")) and ".param" not in opcode:
-            width = int(re.search(r"(8|16|32|64)$", opcode)[1]) // 8
-            for space in grains:
+            width = SIZES[opcode.rsplit(".", 1)[1]]
+            for space, narrowest in grains.items():
                 if space in opcode or not any(s in opcode for s in grains):
-                    grains[space] = min(grains[space], width)
+                    grains[space] = min(narrowest, width)
         elif opcode.startswith(("cp.async.bulk.tensor", "cp.reduce.async")):
             grains["global"] = min(grains["global"], 2)
     return grains
