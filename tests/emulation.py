@@ -17,11 +17,12 @@ from sparse_atten.cute_kernels.common.launch import LaunchPlan
 # from the last to the first; warps in a group take their turns together.
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"group": 32},
-    {"seed": 3, "slice": 5},
-    {"seed": 5, "slice": 3, "descending": True, "group": 2},
+    {"seed": 3, "slice": 5, "group": 4},
+    {"seed": 5, "slice": 3, "descending": True, "group": 8},
     {"seed": 6, "starve": 0xF, "group": 4},
-    {"seed": 7, "starve": 0xFFFE, "descending": True, "resident": 1, "group": 8},
+    {"seed": 7, "starve": 0xFF00, "descending": True, "resident": 1, "group": 8},
 )
+RACING = 3  # of `schedules()`: the one with the race detector
 
 
 class _Adapter:
@@ -49,8 +50,11 @@ def emulator() -> type[_Adapter]:
 
 
 def schedules() -> list[dict[str, Any]]:
-    """Return the option sets for SM100 kernels, each with the strict profile."""
-    return [{**schedule, "profile": "strict"} for schedule in _emulator.SCHEDULES]
+    """Return the option sets for SM100 kernels: strict, and one of them looks for races."""
+    return [
+        {**schedule, "profile": "strict", "races": number == RACING}
+        for number, schedule in enumerate(_emulator.SCHEDULES)
+    ]
 
 
 def run(ptx: str, plan: LaunchPlan, **options: Any) -> dict[str, Any]:

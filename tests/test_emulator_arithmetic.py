@@ -292,3 +292,32 @@ def test_unknown_text_raises():
         launch(text, [])
     with pytest.raises(ValueError, match=r"unknown operand '%z1 \+ 4'"):
         launch(kernel("mov.u32 %r1, 1;", 0).replace(", 1;", ", %z1 + 4;"), [])
+
+
+@pytest.mark.parametrize("name", ["add", "min", "exch", "inc", "or"])
+@pytest.mark.parametrize("descending", [False, True])
+def test_atomics_serve_lanes_in_order(name, descending):
+    """As a loop over the threads would, from the first or from the last one."""
+    import torch
+
+    draw = np.random.default_rng(2)
+    places, amounts = draw.integers(0, 5, 64), draw.integers(0, 9, 64)
+    body = f"""mul.wide.u32 %d5, %r0, 4; add.s64 %d6, %d5, %d0; ld.global.u32 %r1, [%d6];
+    add.s64 %d7, %d5, %d1; ld.global.u32 %r2, [%d7]; mul.wide.u32 %d8, %r1, 4;
+    add.s64 %d8, %d8, %d2; atom.global.{name}.{"b" if name in ("exch", "or") else "u"}32
+    %r3, [%d8], %r2; add.s64 %d9, %d5, %d3; st.global.u32 [%d9], %r3;"""
+    tensors = [torch.tensor(x, dtype=torch.int32) for x in (places, amounts, [3] * 5, [0] * 64)]
+    launch(kernel(body, 4), tensors, block=64, group=2, descending=descending)
+    change = {
+        "add": lambda old, v: old + v,
+        "min": min,
+        "exch": lambda old, v: v,
+        "inc": lambda old, v: 0 if old >= v else old + 1,
+        "or": lambda old, v: old | v,
+    }[name]
+    memory, found = [3] * 5, [0] * 64
+    for i in reversed(range(64)) if descending else range(64):
+        found[i] = memory[places[i]]
+        memory[places[i]] = change(memory[places[i]], int(amounts[i]))
+    assert tensors[2].tolist() == memory
+    assert tensors[3].tolist() == found

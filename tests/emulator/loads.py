@@ -10,7 +10,7 @@ from emulator.memory import PARAMETER_BASE, SHARED_BASE, UNITS
 from emulator.operands import SIZES, Address, Operand, Sink, Symbol
 from emulator.registers import DTYPES
 from emulator.shared import RANK_SHIFT
-from emulator.spaces import Access
+from emulator.spaces import Access, add
 
 _SPACE = r"(?P<space>\.(global|shared|local|const))?(?P<window>::cta|::cluster)?"
 _ORDER = r"(?P<order>\.(weak|volatile|((relaxed|acquire|release)\.(cta|cluster|gpu|sys))))?"
@@ -144,7 +144,7 @@ def store(c: Link, m, target: Operand, a: Operand) -> Step:
 # ---- atomics
 
 _CHANGES = {
-    "add": lambda old, value: old + value,
+    "add": add,
     "min": np.minimum,
     "max": np.maximum,
     "and": lambda old, value: old & value,

@@ -155,13 +155,29 @@ def mark_written(segment: object, offsets: np.ndarray, size: int) -> None:
         segment.written[(offsets[:, None] + np.arange(size)).ravel()] = True
 
 
+def add(old: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Change by adding."""
+    return old + value
+
+
 def _serve(view: np.ndarray, places: np.ndarray, values: np.ndarray, change: Update) -> np.ndarray:
-    """Apply the changes in order; all at once where no place is named twice."""
-    if len(np.unique(places)) == len(places):
+    """Apply the changes in order, as if one after the other; returns what each one found."""
+    order = np.argsort(places, kind="stable")
+    sorted_places = places[order]
+    repeats = sorted_places[1:] == sorted_places[:-1]
+    if not repeats.any():
         old = view[places]
         view[places] = change(old, values)
         return old
     old = np.empty_like(values)
+    if change is add and values.dtype.kind in "iu":  # sums of those before at the same place
+        amounts = values[order]
+        before = np.cumsum(amounts, dtype=values.dtype) - amounts
+        starts = np.flatnonzero(np.concatenate([[True], ~repeats]))
+        lengths = np.diff(np.append(starts, len(order)))
+        old[order] = view[sorted_places] + before - np.repeat(before[starts], lengths)
+        np.add.at(view, places, values)
+        return old
     for i, place in enumerate(places.tolist()):
         one = view[place : place + 1]
         old[i] = one[0]
