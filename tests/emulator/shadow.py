@@ -41,6 +41,9 @@ class CellShadow:
         self.strong = np.zeros(cells, bool)
         self.block = np.zeros(cells, np.int32)  # first instruction of the writer's block
         self.reads = np.zeros((domain.capacity, cells), np.int32)
+        # The latest times of each actor anywhere: who knows them need not look at the cells.
+        self.latest_write = np.zeros(domain.capacity, np.int32)
+        self.latest_read = np.zeros(domain.capacity, np.int32)
 
     # ---- reports
 
@@ -67,12 +70,18 @@ class CellShadow:
             self._raise(kind, what, cell, int(self.writer[cell]), int(self.block[cell]))
 
     def _check_readers(self, cells: np.ndarray, known: np.ndarray, what: str, kind: str) -> None:
-        """`known` holds the times that the accessor knows: [actors] or [actors, cells]."""
-        count = len(self.domain.names)
-        bad = self.reads[:count, cells] > known
+        """`known` holds the times that the accessor knows of each actor."""
+        rows = np.flatnonzero(self.latest_read > known)
+        if not len(rows):
+            return
+        bad = self.reads[rows[:, None], cells] > known[rows, None]
         if bad.any():
-            actor, at = (int(i) for i in np.argwhere(bad)[0])
-            self._raise(kind, what, int(cells[at]), actor, None)
+            row, at = (int(i) for i in np.argwhere(bad)[0])
+            self._raise(kind, what, int(cells[at]), int(rows[row]), None)
+
+    def _note_read(self, actor: int, cells: np.ndarray, time: int) -> None:
+        self.reads[actor, cells] = time
+        self.latest_read[actor] = time
 
     # ---- generic accesses
 
@@ -88,6 +97,7 @@ class CellShadow:
             bad &= ~self.strong[cells]
         self._check_writer(cells, bad, "read", "race")
         self.reads[actors, cells] = self.domain.time[actors]
+        self.latest_read[actors] = self.domain.time[actors]
 
     def write(
         self, group: Group, lanes: np.ndarray, offsets: np.ndarray, size: int, *, strong: bool
@@ -103,8 +113,7 @@ class CellShadow:
         for actor in np.unique(actors).tolist():
             mine = cells[actors[:, 0] == actor].reshape(-1)
             if not strong:
-                seen = self.domain.planes[actor, _SEEN, : len(self.domain.names)]
-                self._check_readers(mine, seen[:, None], "write", "race")
+                self._check_readers(mine, self.domain.planes[actor, _SEEN], "write", "race")
             self._note(mine, actor, self.domain.time[actor], group.current.pc, strong=strong)
         if group.num_warps > 1 and not strong:
             self._check_writer(cells, self.writer[cells] != actors, "write", "race")
@@ -116,6 +125,7 @@ class CellShadow:
     def _note(
         self, cells: np.ndarray, actor: int, time: int, block: int, *, strong: bool = False
     ) -> None:
+        self.latest_write[actor] = time
         self.writer[cells] = actor
         self.written[cells] = time
         self.strong[cells] = strong
@@ -127,9 +137,13 @@ class CellShadow:
         """Check and note a read through the async proxy."""
         cells = np.unique(_span(offsets, size, self.grain))
         self._check_async(clock, cells, "read by the async proxy")
-        self.reads[clock.actor, cells] = clock.time
+        self._note_read(clock.actor, cells, clock.time)
 
     def _check_async(self, clock: Clock, cells: np.ndarray, what: str) -> None:
+        ordered = self.latest_write <= clock.planes[_SEEN]
+        published = self.domain.is_async | (self.latest_write <= clock.planes[_PROXY])
+        if (ordered & published).all():
+            return
         writer, written = self.writer[cells], self.written[cells]
         self._check_writer(cells, written > clock.planes[_SEEN][writer], what, "race")
         unpublished = written > clock.planes[_PROXY][writer]
@@ -140,8 +154,7 @@ class CellShadow:
         """Check and note a write through the async proxy."""
         cells = np.unique(_span(offsets, size, self.grain))
         self._check_async(clock, cells, "write by the async proxy")
-        known = clock.planes[_SEEN][: len(self.domain.names), None]
-        self._check_readers(cells, known, "write by the async proxy", "race")
+        self._check_readers(cells, clock.planes[_SEEN], "write by the async proxy", "race")
         self._note(cells, clock.actor, clock.time, 0)
 
 
@@ -169,11 +182,11 @@ class TensorShadow(CellShadow):
         """Check against SEEN (a race), then against TENSOR (only a fence is missing)."""
         for plane, kind in ((_SEEN, "race"), (_TENSOR, "tensor memory fence"))[: 1 + fences]:
             known = planes[plane]
-            bad = self.written[cells] > known[self.writer[cells]]
-            self._check_writer(cells, bad, what, kind)
+            if (self.latest_write > known).any():
+                bad = self.written[cells] > known[self.writer[cells]]
+                self._check_writer(cells, bad, what, kind)
             if readers:
-                count = len(self.domain.names)
-                self._check_readers(cells, known[:count, None], what, kind)
+                self._check_readers(cells, known, what, kind)
 
     def _agent(self, group: Group, warp: int, kind: str) -> tuple[int, int]:
         domain = self.domain
@@ -187,7 +200,7 @@ class TensorShadow(CellShadow):
         cells = self._cells(at).reshape(-1)
         actor, agent = self._agent(group, warp, "load")
         self._check(cells, self.domain.planes[actor], "tcgen05.ld", readers=False)
-        self.reads[agent, cells] = self.domain.time[agent]
+        self._note_read(agent, cells, self.domain.time[agent])
         if not self.races.strict:  # what uses the registers waits for them
             self.domain.planes[actor, (_SEEN, _TENSOR), agent] = self.domain.time[agent]
 
@@ -204,7 +217,7 @@ class TensorShadow(CellShadow):
         """Check and note an MMA's read."""
         cells = self._cells(at).reshape(-1)
         self._check(cells, clock.planes, "read by tcgen05.mma", readers=False)
-        self.reads[clock.actor, cells] = clock.time
+        self._note_read(clock.actor, cells, clock.time)
 
     def write_async(self, clock: Clock, at: Any, size: int = 4, *, reads: bool = False) -> None:
         """Check and note an MMA's result."""
@@ -219,7 +232,7 @@ class TensorShadow(CellShadow):
         planes = self.domain.planes[self.domain.warp(group, warp)]
         self._check(cells, planes, "tcgen05.dealloc", readers=True, fences=False)
         self.written[cells] = 0
-        self.reads[:, cells] = 0
+        self.reads[np.flatnonzero(self.latest_read)[:, None], cells] = 0
 
 
 class GlobalShadow:
