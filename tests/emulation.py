@@ -28,6 +28,7 @@ class _Adapter:
     """The interface that the tests of CUDA modules call."""
 
     SCHEDULES = _emulator.SCHEDULES
+    EmuError = _emulator.EmulatorError
 
     @staticmethod
     def run_ptx(  # noqa: PLR0917

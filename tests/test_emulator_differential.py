@@ -57,7 +57,8 @@ def run_other(ptx: str, plan: Any) -> dict[str, Any]:
 SOUP = """
 mul.wide.u32 %d5, %r0, 4; add.s64 %d6, %d5, %d0; add.s64 %d7, %d5, %d1;
 ld.global.u32 %r1, [%d6]; ld.global.u32 %r2, [%d7];
-prmt.b32 %r3, %r1, %r2, 0x3715; lop3.b32 %r4, %r1, %r2, %r3, 0xE8; shf.l.wrap.b32 %r5, %r3, %r4, %r1;
+prmt.b32 %r3, %r1, %r2, 0x3715; lop3.b32 %r4, %r1, %r2, %r3, 0xE8;
+shf.l.wrap.b32 %r5, %r3, %r4, %r1;
 bfe.s32 %r6, %r5, 7, 11; bfi.b32 %r7, %r6, %r4, 3, 9; mad.hi.s32 %r8, %r7, %r1, %r2;
 shfl.sync.bfly.b32 %r9|%p1, %r8, 5, 31, -1; shfl.sync.up.b32 %r10|%p2, %r9, 3, 0, -1;
 selp.b32 %r11, %r9, %r10, %p2; vote.sync.ballot.b32 %r12, %p2, -1; and.b32 %r30, %r1, 7;

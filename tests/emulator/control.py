@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from emulator.errors import EmulatorError
 from emulator.link import HANDLED, Link, Step, op
 from emulator.operands import Operand
 
@@ -91,7 +92,7 @@ def trap(c: Link, m) -> Step:
     def run() -> int:
         if mask is not None and not mask.any():
             return following
-        raise c.unknown("the kernel trapped")
+        raise EmulatorError("trap", "the kernel gave up")
 
     return run
 

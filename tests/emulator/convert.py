@@ -16,12 +16,12 @@ _INT = r"[us](?:8|16|32|64)"
 def to_bf16(value: np.ndarray, mode: str = "rn") -> np.ndarray:
     """Round float32 to bf16 bits (uint16): to nearest even, or towards zero."""
     bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
+    kept = bits
     if mode == "rn":
         kept = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    else:
-        kept = bits
     result = (kept >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(value), np.uint16(0x7FFF), result)
+    missing = np.isnan(value)
+    return np.where(missing, np.uint16(0x7FFF), result) if missing.any() else result
 
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ KINDS = {
     "unfinished work": "asynchronous work is in flight when the kernel ends",
     "unwaited load": "a tcgen05.ld result is used before tcgen05.wait::ld (strict)",
     "registers": "setmaxnreg beyond the registers of the CTA",
+    "trap": "the kernel ran trap",
     "endless": "more basic blocks than the limit",
 }
 

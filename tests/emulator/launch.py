@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -160,8 +161,14 @@ def launch(
         segment = memory.segment_of(tensor.data_ptr(), tensor.data_ptr() + 1)
         if segment.written is None:
             segment.written = np.zeros(len(segment.memory), bool)
-    with np.errstate(all="ignore"):
-        machine.run()
+    collects = gc.isenabled()
+    gc.disable()  # linked code is many objects without garbage: collecting takes most of the time
+    try:
+        with np.errstate(all="ignore"):
+            machine.run()
+    finally:
+        if collects:
+            gc.enable()
     for tensor in outputs:
         _check_written(memory, tensor)
     return Result(
