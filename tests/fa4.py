@@ -1,6 +1,6 @@
 """FlashAttention-4's dense forward: compiled without a GPU, launched on the emulator.
 
-Usage: python fa4.py ARCH CAUSAL FOLDER writes kernel.ptx and kernel.mlir to the folder. Its
+Usage: python fa4.py ARCH CAUSAL TOKENS FOLDER writes kernel.ptx and kernel.mlir to the folder. Its
 launch parameters follow its host functions as the intermediate code shows them.
 """
 
@@ -29,8 +29,10 @@ class Kernel(NamedTuple):
 
 
 @functools.cache
-def compiled(arch: int, causal: bool) -> Kernel:
+def compiled(arch: int, causal: bool, tokens: int = 256) -> Kernel:
     """Compile for sm_100a (100) or sm_90a (90), in a process of its own.
+
+    Shapes are dynamic, but long non-causal sequences get a kernel for pairs of CTAs.
 
     Raises
     ------
@@ -51,7 +53,7 @@ def compiled(arch: int, causal: bool) -> Kernel:
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
         }
         done = subprocess.run(
-            [sys.executable, __file__, str(arch), str(int(causal)), folder],
+            [sys.executable, __file__, str(arch), str(int(causal)), str(tokens), folder],
             env=environment,
             cwd=folder,
             capture_output=True,
@@ -96,7 +98,7 @@ class _Recorder:
         return getattr(self.compile, name)
 
 
-def _child(arch: int, causal: bool, folder: Path) -> None:
+def _child(arch: int, causal: bool, tokens: int, folder: Path) -> None:
     import cutlass.utils
     from cutlass import cute
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -108,7 +110,7 @@ def _child(arch: int, causal: bool, folder: Path) -> None:
     interface._get_device_capability = lambda *args, **kwargs: arch // 10
     interface.cute.compile = _Recorder(cute.compile, made)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        shape = (1, 256, 2, HEAD_DIM)
+        shape = (1, tokens, 2, HEAD_DIM)
         q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         interface._flash_attn_fwd(q, k, v, _arch=arch, causal=causal)
     (folder / "kernel.ptx").write_text(made[0].ptx)
@@ -116,11 +118,12 @@ def _child(arch: int, causal: bool, folder: Path) -> None:
 
 
 class Launch(NamedTuple):
-    """Grid, block and parameters."""
+    """Grid, block, parameters and cluster."""
 
     grid: tuple[int, ...]
     block: int
     parameters: list[Any]
+    cluster: tuple[int, ...] = (1, 1, 1)
 
 
 def launch_of(arch: int, causal: bool, kernel: Kernel, tensors: tuple) -> Launch:
@@ -134,7 +137,8 @@ def launch_of(arch: int, causal: bool, kernel: Kernel, tensors: tuple) -> Launch
         orders[2] = (3, 1, 2, 0)
     views = [t.permute(order) for t, order in zip(tensors, orders, strict=True)]
     maps = [spec.bind(view) for spec, view in zip(tensor_maps(kernel.mlir), views, strict=True)]
-    blocks = -(-queries // (256 if arch == 100 else 128))
+    pair = 2 if "tcgen05.mma.cta_group::2" in kernel.ptx else 1
+    blocks = -(-queries // (256 * pair if arch == 100 else 128))
     total = blocks * heads * batch
     scale = math.log2(math.e) / math.sqrt(width)
     values: list[Any] = [*(packed(*view.shape) for view in views), *maps, scale, None, None]
@@ -150,10 +154,10 @@ def launch_of(arch: int, causal: bool, kernel: Kernel, tensors: tuple) -> Launch
         return Launch((total,), 512 if arch == 100 else 384, values)
     if arch == 100:
         values += [fast_divisor(blocks), blocks, fast_divisor(heads), heads, total, 1]
-        return Launch((total,), 512, values)
+        return Launch((total * pair,), 512, values, (pair, 1, 1))
     values += [blocks, heads, batch, fast_divisor(1), 1]
     return Launch((blocks, heads, batch), 384, values)
 
 
 if __name__ == "__main__":
-    _child(int(sys.argv[1]), bool(int(sys.argv[2])), Path(sys.argv[3]))
+    _child(int(sys.argv[1]), bool(int(sys.argv[2])), int(sys.argv[3]), Path(sys.argv[4]))

@@ -176,7 +176,8 @@ _L2 = r"(?P<hint>\.L2::cache_hint)?"
 
 @op(
     r"cp\.async\.bulk\.tensor\.(?P<n>[1-5])d\.shared::(?P<window>cta|cluster)\.global(\.tile)?"
-    rf"\.mbarrier::complete_tx::bytes(?P<cast>\.multicast::cluster)?(\.cta_group::(?P<g>[12]))?{_L2}"
+    r"\.mbarrier::complete_tx::bytes(?P<cast>\.multicast::cluster)?"
+    r"(?P<hint>\.L2::cache_hint)?(\.cta_group::(?P<g>[12]))?"
 )
 def load(c: Link, m, target: Operand, tensor: Operand, barrier: Operand, *extra: Operand) -> Step:
     """Fill shared memory, and count the bytes on an mbarrier."""
