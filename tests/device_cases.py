@@ -20,14 +20,6 @@ from sparse_atten.scheduler import Schedule
 EDGE_LENGTHS = (1, 127, 128, 129, 0, 300)
 CSR_TENSORS = ("row_ptr", "q_indices", "edge_ids", "row_coords", "num_bad_edges")
 SCHEDULE_TENSORS = ("work_items", "num_items", "split_slot", "split_counts")
-# Warp order and slices vary with the seed; dbg=4 serves the lanes of an atomic in descending order.
-SCHEDULES: tuple[dict[str, int], ...] = (
-    {},
-    {"seed": 3, "slice": 50},
-    {"seed": 5, "slice": 30, "dbg": 4},
-    {"seed": 6, "starve": 0xF},
-    {"seed": 7, "starve": 0xFFFE, "dbg": 4, "resident": 1},
-)
 CASES: dict[str, Callable[[torch.Generator], Tables]] = {}
 
 

@@ -1,91 +1,79 @@
-"""Run a launch plan on a PTX emulator that the environment names; tests skip without one.
+"""Run launches on the project's PTX emulator, as the kernel tests want it.
 
-``SPARSE_ATTEN_EMULATOR`` is a folder that holds a Python package `emu` with `run_ptx`, `TensorMap`
-and `SCHEDULES`.
+`SCHEDULES` and `schedules()` are option sets that order warps and asynchronous work in hostile
+ways; the emulator itself is the package `emulator` beside this file.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import re
-import sys
 from collections import Counter
-from functools import cache
 from typing import Any
 
-import pytest
+import emulator as _emulator
 
-from sparse_atten.cute_kernels.common.launch import LaunchPlan, TensorMap
+from sparse_atten.cute_kernels.common.launch import LaunchPlan
 
-VARIABLE = "SPARSE_ATTEN_EMULATOR"
-# Reading tensor memory before its wait, a missing proxy fence and memory never written are errors.
-_STRICT = {"dbg": 3, "strict_uninit": 1}
-# For CUDA C++: warp order and slices vary with the seed; dbg=4 serves the lanes of an atomic in
-# descending order.
-SCHEDULES: tuple[dict[str, int], ...] = (
-    {},
-    {"seed": 3, "slice": 50},
-    {"seed": 5, "slice": 30, "dbg": 4},
-    {"seed": 6, "starve": 0xF},
-    {"seed": 7, "starve": 0xFFFE, "dbg": 4, "resident": 1},
+# For CUDA C++: warp order and slices vary with the seed; descending serves the lanes of an atomic
+# from the last to the first; warps in a group take their turns together.
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"group": 32},
+    {"seed": 3, "slice": 5, "group": 4},
+    {"seed": 5, "slice": 3, "descending": True, "group": 8},
+    {"seed": 6, "starve": 0xF, "group": 4},
+    {"seed": 7, "starve": 0xFF00, "descending": True, "resident": 1, "group": 8},
 )
-_TYPES = {"bf16": 9, "fp16": 8, "fp32": 4}  # the emulator's names of element types
 
 
-@cache
-def emulator() -> Any:
-    """Import the emulator, or skip the calling test."""
-    folder = os.environ.get(VARIABLE)
-    if not folder:
-        pytest.skip(f"{VARIABLE} names no emulator")
-    sys.path.insert(0, folder)
-    return importlib.import_module("emu")
+class _Adapter:
+    """The interface that the tests of CUDA modules call."""
+
+    SCHEDULES = _emulator.SCHEDULES
+    EmuError = _emulator.EmulatorError
+
+    @staticmethod
+    def run_ptx(  # noqa: PLR0917
+        ptx: str,
+        kernel: str | None,
+        grid: Any,
+        block: Any,
+        smem: int,
+        params: list[Any],
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Launch; returns statistics."""
+        return _statistics(_emulator.launch(ptx, kernel, grid, block, smem, params, **options))
 
 
-def schedules() -> list[dict[str, int]]:
-    """Return the option sets that order warps and asynchronous work in different ways."""
-    return [{**schedule, **_STRICT} for schedule in emulator().SCHEDULES]
+def emulator() -> type[_Adapter]:
+    """Return an object with `run_ptx`."""
+    return _Adapter
+
+
+def schedules() -> list[dict[str, Any]]:
+    """Return the option sets for SM100 kernels: strict, with the race detector."""
+    return [{**schedule, "profile": "strict", "races": True} for schedule in _emulator.SCHEDULES]
 
 
 def run(ptx: str, plan: LaunchPlan, **options: Any) -> dict[str, Any]:
-    """Execute a plan; returns the emulator's statistics, and raises on any fault or deadlock."""
-    emu = emulator()
-    parameters = [_parameter(emu, value) for value in plan.parameters]
-    return emu.run_ptx(
-        ptx,
-        None,
-        plan.grid,
-        plan.block,
-        plan.smem_bytes,
-        parameters,
-        cluster=plan.cluster,
-        **options,
-    )
+    """Execute a plan; returns statistics, and raises on any fault or deadlock."""
+    return _statistics(_emulator.run(ptx, plan, **options))
 
 
 def issued(ptx: str, plan: LaunchPlan) -> Counter[int]:
     """Count the instructions that each warp of the CTAs issues, leaving out moves."""
-    counts, source = run(ptx, plan, profile=True)["prof"]
     work: Counter[int] = Counter()
-    for place, (_, text) in enumerate(source):
-        opcode = re.sub(r"^@!?\S+\s+", "", text.strip())
-        if not opcode.startswith(("mov", "cvta")):
-            for warp in range(32):
-                work[warp] += counts[place * 32 + warp]
+    for instruction, times in _emulator.run(ptx, plan).issued():
+        if not instruction.opcode.startswith(("mov", "cvta")):
+            for warp, count in enumerate(times.tolist()):
+                work[warp] += count
     return work
 
 
-def _parameter(emu: Any, value: TensorMap | int | float | None) -> Any:
-    if not isinstance(value, TensorMap):
-        return value
-    return emu.TensorMap(
-        None,
-        list(value.box),
-        dims=list(value.dims),
-        strides=list(value.strides),
-        swizzle=value.swizzle,
-        addr=value.address,
-        ty=_TYPES[value.dtype],
-        bits=32 if value.dtype == "fp32" else 16,
-    )
+def _statistics(result: _emulator.Result) -> dict[str, Any]:
+    return {
+        "warnings": list(result.findings),
+        "mma": result.mma,
+        "tma": result.tma,
+        "warp_ins": result.warp_instructions,
+        "result": result,
+    }

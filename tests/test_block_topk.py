@@ -1,7 +1,7 @@
 """The kernels of topk/*.cu against the torch reference, bit for bit.
 
 Everywhere: each shipped config compiles for each architecture without spills, and the launch plan
-holds for odd layouts. With an emulator (see emulation.py) the PTX runs on the CPU; with a GPU, the
+holds for odd layouts. The PTX runs on the emulator (see emulation.py); with a GPU, the
 public function runs. Both take the same cases.
 """
 

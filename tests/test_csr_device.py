@@ -10,7 +10,6 @@ import torch
 from device_cases import (
     CASES,
     CSR_TENSORS,
-    SCHEDULES,
     assert_gaps_untouched,
     assert_same,
     emulated,
@@ -22,6 +21,7 @@ from device_cases import (
     random_tables,
     tables_of,
 )
+from emulation import SCHEDULES
 
 from sparse_atten.csr import build_k2q_csr, preload, transpose_block_lists
 from sparse_atten.csr.build import csr_of

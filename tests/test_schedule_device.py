@@ -12,7 +12,6 @@ from device_cases import (
     CASES,
     CSR_TENSORS,
     SCHEDULE_TENSORS,
-    SCHEDULES,
     assert_gaps_untouched,
     assert_same,
     emulated,
@@ -23,7 +22,7 @@ from device_cases import (
     random_tables,
     tables_of,
 )
-from emulation import emulator
+from emulation import SCHEDULES, emulator
 
 from sparse_atten.csr import build_k2q_csr
 from sparse_atten.csr.build import csr_of

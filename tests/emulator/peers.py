@@ -1,0 +1,115 @@
+"""Launch plans of others' CuTe-DSL kernels, read from the compiler's intermediate code.
+
+`make_non_exec_tiled_tma_*` of the text carry a map's box, swizzle and the TMA dim of each mode of
+its tensor; `launch_cfg` carries the launch. The tensors come from the caller, as views in the
+order of their modes.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+_MAP = re.compile(r"atom\.make_non_exec_tiled_tma_(load|store|reduce)\(.*")
+_SWIZZLES = {None: 0, 1: 32, 2: 64, 3: 128}
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f32"}
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A TMA descriptor, dims innermost first; strides in bytes for dims 1 and up."""
+
+    address: int
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+@dataclass(frozen=True)
+class MapSpec:
+    """A map of the text: its box, swizzle width in bytes, and the TMA dim of each mode."""
+
+    kind: str
+    box: tuple[int, ...]
+    swizzle: int
+    dims: tuple[int | None, ...]
+
+    def bind(self, view: torch.Tensor) -> TensorMap:
+        """Describe a tensor whose dims are the modes of the text.
+
+        Raises
+        ------
+        ValueError
+            The view has another rank, or its innermost TMA dim is not contiguous.
+        """
+        if view.dim() != len(self.dims):
+            raise ValueError(f"view must have {len(self.dims)} dims, got {view.dim()}")
+        mode_of = {dim: mode for mode, dim in enumerate(self.dims) if dim is not None}
+        order = [mode_of[dim] for dim in range(len(self.box))]
+        if view.stride(order[0]) != 1:
+            raise ValueError(f"mode {order[0]} must be contiguous, got strides {view.stride()}")
+        return TensorMap(
+            view.data_ptr(),
+            _DTYPES[view.dtype],
+            tuple(view.shape[mode] for mode in order),
+            tuple(view.stride(mode) * view.element_size() for mode in order[1:]),
+            self.box,
+            self.swizzle,
+        )
+
+
+def tensor_maps(text: str) -> list[MapSpec]:
+    """Return the maps of a module in the order of its text."""
+    aliases = dict(re.findall(r"^(![\w.]+) = (.*)$", text, re.MULTILINE))
+    found = []
+    for match in _MAP.finditer(text):
+        line = re.sub(r"![\w.]+", lambda m: aliases.get(m[0], m[0]), match[0])
+        swizzle = re.search(r'composed_layout<"S<(\d),\d,\d>', line)
+        basis = re.search(r'tma_gbasis = <"([^"]*):', line)[1]
+        box = [prod(int(n) for n in re.findall(r"\d+", mode)) for mode in _modes(basis)]
+        strides = _modes(re.findall(r'coord_tensor<"[^"]*", "([^"]*)"', line)[-1].split(":")[1])
+        dims = [re.fullmatch(r"1@(\d+)", stride) for stride in strides]
+        found.append(
+            MapSpec(
+                match[1],
+                tuple(box),
+                _SWIZZLES[int(swizzle[1]) if swizzle else None],
+                tuple(int(m[1]) if m else None for m in dims),
+            )
+        )
+    return found
+
+
+def _modes(text: str) -> list[str]:
+    """Split (a,(b,c),d) at its top level."""
+    modes, depth, start = [], 0, 1
+    for position, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if (character == "," and depth == 1) or (character == ")" and depth == 0):
+            modes.append(text[start:position])
+            start = position + 1
+    return modes
+
+
+def packed(*values: int) -> bytes:
+    """Pack 32-bit extents, as a dynamic coordinate tensor is passed."""
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def fast_divisor(divisor: int) -> bytes:
+    """Pack CuTe-DSL's divisor: the number, a multiplier and two shifts.
+
+    With s = ceil(log2 d) and m = floor(2^32 (2^s - d) / d) + 1, n // d is
+    (((n - h) >> min(s, 1)) + h) >> max(s - 1, 0), h being the high word of n m.
+    """
+    shift = (divisor - 1).bit_length()
+    multiplier = (((1 << shift) - divisor) << 32) // divisor + 1
+    return struct.pack(
+        "<IIBBxx", divisor, multiplier & 0xFFFFFFFF, min(shift, 1), max(shift - 1, 0)
+    )
