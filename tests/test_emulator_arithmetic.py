@@ -224,6 +224,12 @@ def test_conversions_to_integers():
     assert np.array_equal(found, X.view(np.int32).astype(np.float32))
 
 
+def test_saturation_clamps_and_drops_nan():
+    values = np.array([-1.0, 0.0, 0.25, 1.0, 1.5, np.inf, -np.inf, np.nan], np.float32)
+    found = lanewise("cvt.sat.f32.f32 $d, $a;", [values], np.float32)
+    assert found.tolist() == [0.0, 0.0, 0.25, 1.0, 1.0, 1.0, 0.0, 0.0]
+
+
 def test_extremes_ignore_nan():
     a = np.array([1.0, math.nan, math.nan, -3.0], np.float32)
     b = np.array([math.nan, 2.0, math.nan, -4.0], np.float32)

@@ -95,6 +95,18 @@ def whole(c: Link, m, d: Operand, a: Operand) -> Step:
     return c.assign(c.write(d, "f32"), lambda: function(flush(value) if m["ftz"] else value))
 
 
+@op(r"cvt(?P<ftz>\.ftz)?\.sat\.f32\.f32")
+def saturate(c: Link, m, d: Operand, a: Operand) -> Step:
+    """Clamp to 0..1; NaN becomes 0."""
+    value = c.read(a, "f32")
+
+    def compute() -> np.ndarray:
+        kept = np.nan_to_num(flush(value) if m["ftz"] else value, nan=0.0)
+        return np.clip(kept, np.float32(0), np.float32(1))
+
+    return c.assign(c.write(d, "f32"), compute)
+
+
 @op(r"cvt(?P<ftz>\.ftz)?\.f32\.(?P<a>f16|bf16)")
 def widen(c: Link, m, d: Operand, a: Operand) -> Step:
     """Exact."""
