@@ -17,9 +17,9 @@ from sparse_atten.cute_kernels.common.launch import LaunchPlan
 # from the last to the first; warps in a group take their turns together.
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"group": 32},
-    {"seed": 3, "slice": 5, "group": 4},
-    {"seed": 5, "slice": 3, "descending": True, "group": 8},
-    {"seed": 6, "starve": 0xF, "group": 4},
+    {"seed": 3, "slice": 5, "group": 8},
+    {"seed": 5, "slice": 3, "descending": True, "group": 16},
+    {"seed": 6, "starve": 0xFF, "group": 8},
     {"seed": 7, "starve": 0xFF00, "descending": True, "resident": 1, "group": 8},
 )
 

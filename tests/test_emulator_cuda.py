@@ -60,6 +60,14 @@ extern "C" __global__ void __cluster_dims__(4, 1, 1) neighbours(int* out) {
     asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
     out[blockIdx.x * 32 + threadIdx.x] = value;
 }
+extern "C" __global__ void sort_few(const int* x, int* out) {
+    int values[8];
+    for (int i = 0; i < 8; ++i) values[i] = 0;
+    for (int i = 0; i < 16; ++i) values[x[threadIdx.x + i] & 7] += i;
+    int sum = 0;
+    for (int i = 0; i < 8; ++i) sum = sum * 3 + values[(i + threadIdx.x) & 7];
+    out[threadIdx.x] = sum;
+}
 extern "C" __global__ void last_block(const int* x, int* partial, int* count, int* out) {
     __shared__ bool is_last;
     partial[blockIdx.x] = x[blockIdx.x] * 2;
@@ -120,6 +128,13 @@ def test_kernels(schedule):
     steps = [collatz(value) for value in x.tolist()]
     odd = [sum(s & 1 for s in steps[w : w + 32]) for w in (0, 32)]
     assert out.tolist() == [s + 1000 * odd[i // 32] for i, s in enumerate(steps)]
+
+    x = draw(0, 100, 80)
+    out = torch.zeros(64, dtype=torch.int32)
+    run("sort_few", 1, 64, [torch.from_numpy(x), out], **schedule)
+    for thread in range(64):
+        values = [sum(i for i in range(16) if x[thread + i] & 7 == v) for v in range(8)]
+        assert out[thread] == sum(3 ** (7 - i) * values[(i + thread) & 7] for i in range(8))
 
     out = torch.zeros(8 * 32, dtype=torch.int32)
     run("neighbours", 8, 32, [out], **schedule)

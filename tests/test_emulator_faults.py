@@ -321,6 +321,14 @@ def expect(kind: str, text: str, values: list, **options) -> None:
     assert raised.value.kind == kind, raised.value
 
 
+def test_a_report_names_the_source_line():
+    text = kernel("st.global.u32 [%d0+4], %r0;", 1).replace("st.g", ".loc 1 42 7\nst.g")
+    text += '.file 1 "/somewhere/kernel.py"\n'
+    assemble(text, "sm_100a")
+    with pytest.raises(emulator.EmulatorError, match=r"st\.global.* \(kernel\.py:42\)"):
+        launch(text, [torch.zeros(1, dtype=torch.int32)])
+
+
 def test_global_faults():
     out = torch.zeros(32, dtype=torch.int32)
     at = "mul.wide.u32 %d5, %r0, 4; add.s64 %d5, %d5, %d0;"

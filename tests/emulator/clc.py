@@ -19,14 +19,13 @@ from emulator.shared import OFFSET_MASK
 )
 def try_cancel(c: Link, m, target: Operand, barrier: Operand) -> Step:
     """Ask for the work of another cluster; the response is 16 bytes, counted on an mbarrier."""
-    to, signal, group = c.address(target), c.address(barrier), c.group
+    to, signal = c.address(target), c.address(barrier)
 
     def run() -> None:
         lanes = np.arange(c.lanes) if c.mask is None else np.flatnonzero(c.mask)
         for lane in lanes.tolist():
             _issue(c, int(to()[lane]) & OFFSET_MASK, int(signal()[lane]), bool(m["cast"]))
 
-    del group
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from emulator.errors import EmulatorError
-from emulator.link import HANDLED, Link, Step, op
+from emulator.link import Link, Step, op
 from emulator.operands import Operand
 
 
@@ -95,6 +95,3 @@ def trap(c: Link, m) -> Step:
         raise EmulatorError("trap", "the kernel gave up")
 
     return run
-
-
-__all__ = ["HANDLED"]

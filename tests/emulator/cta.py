@@ -89,7 +89,7 @@ class Cta:
 
     def mbarrier(self, address: int) -> MBarrier:
         """Return the mbarrier at an address of the cluster's window."""
-        cta = self.cluster.cta_at(address & (SHARED_BASE - 1), self)
+        cta = self.cluster.cta_at(address & (SHARED_BASE - 1))
         offset = cta._offset(address)
         if offset not in cta.mbarriers:
             raise EmulatorError(
@@ -122,7 +122,7 @@ class Cluster:
         """Whether all threads have exited."""
         return all(g.finished for c in self.ctas for g in c.groups)
 
-    def cta_at(self, address: int, source: Cta) -> Cta:
+    def cta_at(self, address: int) -> Cta:
         """Return the CTA that an address of the shared window points into."""
         rank = (address >> RANK_SHIFT) & 0xFF
         if rank >= len(self.ctas):

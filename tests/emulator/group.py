@@ -129,12 +129,11 @@ class Group:
 
     def where(self, instruction: Instruction) -> Where:
         """Name the instruction and the first warp of the current fragment."""
+        source = self.program.source(instruction)
         if not self.fragments:
-            return Where((0, 0, 0), 0, instruction.line, instruction.text, instruction.source)
+            return Where((0, 0, 0), 0, instruction.line, instruction.text[:200], source)
         warp = self.first_warp + int(self.current.mask.argmax()) // 32
-        return Where(
-            self.cta.index, warp, instruction.line, instruction.text[:200], instruction.source
-        )
+        return Where(self.cta.index, warp, instruction.line, instruction.text[:200], source)
 
     def name(self, warp: int) -> str:
         """Name one of the warps in a report."""

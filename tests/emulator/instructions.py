@@ -1,6 +1,7 @@
 """All handlers: importing this registers them."""
 
 from emulator import (
+    bits,
     clc,
     control,
     convert,
@@ -8,6 +9,7 @@ from emulator import (
     integers,
     lanes,
     loads,
+    mbarrier,
     mma,
     synchronise,
     tcgen05,
@@ -16,6 +18,7 @@ from emulator import (
 )
 
 __all__ = [
+    "bits",
     "clc",
     "control",
     "convert",
@@ -23,6 +26,7 @@ __all__ = [
     "integers",
     "lanes",
     "loads",
+    "mbarrier",
     "mma",
     "synchronise",
     "tcgen05",

@@ -1,4 +1,4 @@
-"""Integer arithmetic, logic, shifts, bit fields, comparisons and selection."""
+"""Integer arithmetic, logic, shifts, comparisons, selection and moves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _COMPARE = {
 _COMBINE = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
-def _bits(type_name: str) -> int:
+def width(type_name: str) -> int:
+    """Return the bits of a type."""
     return 8 * np.dtype(DTYPES[type_name]).itemsize
 
 
@@ -114,7 +115,7 @@ def multiply_add(c: Link, m, d: Operand, a: Operand, b: Operand, addend: Operand
 
 
 def _wide(type_name: str) -> str:
-    return f"{type_name[0]}{2 * _bits(type_name)}"
+    return f"{type_name[0]}{2 * width(type_name)}"
 
 
 def divide(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -142,7 +143,7 @@ def division(c: Link, m, d: Operand, a: Operand, b: Operand) -> Step:
 @op(r"(?P<f>shl|shr)\.(?P<t>[usb](16|32|64))")
 def shift(c: Link, m, d: Operand, a: Operand, amount: Operand) -> Step:
     """Amounts past the width shift everything out."""
-    kind, bits = m["t"], _bits(m["t"])
+    kind, bits = m["t"], width(m["t"])
     function = np.left_shift if m["f"] == "shl" else np.right_shift
     x, out = c.read(a, kind), c.write(d, kind)
     fill = bits - 1 if kind[0] == "s" and m["f"] == "shr" else None
@@ -174,150 +175,12 @@ def funnel(c: Link, m, d: Operand, low: Operand, high: Operand, amount: Operand)
     return c.assign(c.write(d, "u32"), compute)
 
 
-@op(r"popc\.(?P<t>b32|b64)")
-def population(c: Link, m, d: Operand, a: Operand) -> Step:
-    """Bits that are set."""
-    return (
-        c.elementwise(np.bitwise_count, c.write(d, "u32"), c.read(a, m["t"]))
-        if (c.mask is None)
-        else c.assign(c.write(d, "u32"), partial(np.bitwise_count, c.read(a, m["t"])))
-    )
-
-
-def leading(value: np.ndarray) -> np.ndarray:
-    """Return the position of the highest bit that is set, -1 for none."""
-    x = value.astype(np.uint64)
-    for step in (1, 2, 4, 8, 16, 32):
-        x = x | x >> np.uint64(step)
-    return np.bitwise_count(x).astype(np.int32) - 1
-
-
-@op(r"clz\.(?P<t>b32|b64)")
-def leading_zeros(c: Link, m, d: Operand, a: Operand) -> Step:
-    """Zeros above the highest bit that is set."""
-    x, bits = c.read(a, m["t"]), _bits(m["t"])
-    return c.assign(c.write(d, "u32"), lambda: (bits - 1 - leading(x)).astype(np.uint32))
-
-
-@op(r"bfind(?P<shift>\.shiftamt)?\.(?P<t>[us](32|64))")
-def find_bit(c: Link, m, d: Operand, a: Operand) -> Step:
-    """The highest bit that is set; for negative numbers, that is not."""
-    x, bits = c.read(a, m["t"]), _bits(m["t"])
-
-    def compute() -> np.ndarray:
-        value = np.where(x < 0, ~x, x) if m["t"][0] == "s" else x
-        at = leading(value.view(f"u{bits // 8}"))
-        if m["shift"]:
-            at = np.where(at < 0, -1, bits - 1 - at)
-        return at.astype(np.int32).view(np.uint32)
-
-    return c.assign(c.write(d, "u32"), compute)
-
-
-@op(r"brev\.(?P<t>b32|b64)")
-def reverse(c: Link, m, d: Operand, a: Operand) -> Step:
-    """Reverse the bits."""
-    x = c.read(a, m["t"])
-
-    def compute() -> np.ndarray:
-        octets = x.byteswap().view(np.uint8)
-        return np.packbits(np.unpackbits(octets), bitorder="little").view(x.dtype)
-
-    return c.assign(c.write(d, m["t"]), compute)
-
-
-def _field(start: np.ndarray, length: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shift and the mask of `length` bits (at most all)."""
-    bits = 8 * dtype.itemsize
-    n = np.minimum(length & np.uint32(0xFF), bits)
-    ones = np.where(n >= bits, ~np.uint64(0), (np.uint64(1) << n.astype(np.uint64)) - np.uint64(1))
-    return start & np.uint32(0xFF), ones
-
-
-@op(r"bfe\.(?P<t>[us](32|64))")
-def extract(c: Link, m, d: Operand, a: Operand, start: Operand, length: Operand) -> Step:
-    """A bit field, sign extended for signed types."""
-    bits = _bits(m["t"])
-    x = c.read(a, f"u{bits}")
-    at, n = c.read(start, "u32"), c.read(length, "u32")
-
-    def compute() -> np.ndarray:
-        shift_by, ones = _field(at, n, x.dtype)
-        wide = x.astype(np.uint64)
-        inside = np.minimum(shift_by, 63).astype(np.uint64)
-        value = np.where(shift_by < bits, wide >> inside, np.uint64(0)) & ones
-        if m["t"][0] == "s":  # the sign also stands for what lies past the highest bit
-            left = np.uint64(bits) - np.minimum(shift_by, bits).astype(np.uint64)
-            reach = np.where(left >= 64, ~np.uint64(0), (np.uint64(1) << left) - np.uint64(1))
-            ones = ones & np.where(ones != 0, reach, ones)
-            last = np.minimum(shift_by + (n & np.uint32(0xFF)), bits) - np.uint32(1)
-            last = np.minimum(last, bits - 1).astype(np.uint64)
-            negative = ((wide >> last) & np.uint64(1)).astype(bool) & (n & np.uint32(0xFF) != 0)
-            value = np.where(negative, value | ~ones, value)
-        return value.astype(x.dtype)
-
-    return c.assign(c.write(d, f"u{bits}"), compute)
-
-
-@op(r"bfi\.(?P<t>b32|b64)")
-def insert(c: Link, m, d: Operand, a: Operand, b: Operand, start: Operand, length: Operand) -> Step:
-    """B with a bit field of a at `start`."""
-    x, y = c.read(a, m["t"]), c.read(b, m["t"])
-    at, n = c.read(start, "u32"), c.read(length, "u32")
-    bits = _bits(m["t"])
-
-    def compute() -> np.ndarray:
-        shift_by, ones = _field(at, n, x.dtype)
-        inside = np.minimum(shift_by, 63).astype(np.uint64)
-        place = np.where(shift_by < bits, ones << inside, np.uint64(0))
-        value = (x.astype(np.uint64) << inside) & place
-        return (value | (y.astype(np.uint64) & ~place)).astype(x.dtype)
-
-    return c.assign(c.write(d, m["t"]), compute)
-
-
-@op(r"prmt\.b32")
-def permute(c: Link, m, d: Operand, a: Operand, b: Operand, selector: Operand) -> Step:
-    """Pick four of eight bytes; bit 3 of a selector replicates the sign of its byte."""
-    x, y, pick = c.read(a, "u32"), c.read(b, "u32"), c.read(selector, "u32")
-
-    def compute() -> np.ndarray:
-        both = (y.astype(np.uint64) << np.uint64(32)) | x
-        octets = both.view(np.uint8).reshape(-1, 8)
-        out = np.empty((len(x), 4), np.uint8)
-        lanes = np.arange(len(x))
-        for i in range(4):
-            nibble = (pick >> np.uint32(4 * i)) & np.uint32(15)
-            value = octets[lanes, nibble & np.uint32(7)]
-            replicated = np.where(value & 0x80, 0xFF, 0).astype(np.uint8)
-            out[:, i] = np.where(nibble & np.uint32(8), replicated, value)
-        return out.view(np.uint32)[:, 0]
-
-    return c.assign(c.write(d, "u32"), compute)
-
-
-@op(r"lop3\.b32")
-def lookup(c: Link, m, d: Operand, a: Operand, b: Operand, other: Operand, table: Operand) -> Step:
-    """Any function of three bits, given by its table."""
-    x, y, z = (c.read(o, "u32") for o in (a, b, other))
-    rows = int(table.text, 0)
-
-    def compute() -> np.ndarray:
-        value = np.zeros_like(x)
-        for row in range(8):
-            if rows >> row & 1:
-                value |= (x if row & 4 else ~x) & (y if row & 2 else ~y) & (z if row & 1 else ~z)
-        return value
-
-    return c.assign(c.write(d, "u32"), compute)
-
-
 @op(r"setp\.(?P<f>eq|ne|lt|le|gt|ge|lo|ls|hi|hs)(\.(?P<g>and|or|xor))?\.(?P<t>[usb](16|32|64))")
 def compare(c: Link, m, d: Operand, a: Operand, b: Operand, third: Operand | None = None) -> Step:
     """Compare integers, and combine with a predicate; p|q also stores the complement."""
     kind = m["t"]
     if m["f"] in ("lo", "ls", "hi", "hs"):
-        kind = f"u{_bits(kind)}"
+        kind = f"u{width(kind)}"
     function, x, y = _COMPARE[m["f"]], c.read(a, kind), c.read(b, kind)
     if third is None and not isinstance(d, Pair):
         return c.elementwise(function, c.write(d, "pred"), x, y)

@@ -14,12 +14,15 @@ _ALL = 0xFFFFFFFF
 def _check(c: Link, members: Operand):
     """Return a function that checks that the lanes that run are those of the member mask."""
     group, mask = c.group, c.mask
-    if isinstance(members, Immediate) and int(members.text, 0) & _ALL == _ALL and mask is None:
+    everyone = isinstance(members, Immediate) and int(members.text, 0) & _ALL == _ALL
+    if everyone and mask is None:
         return lambda: None
     named = c.read(members, "u32")
     bit = np.uint32(1) << (np.arange(c.lanes) % 32).astype(np.uint32)
 
     def check() -> None:
+        if everyone and len(group.fragments) == 1 and c.instruction.guard is None:
+            return
         running = np.ones(c.lanes, bool) if mask is None else mask
         inside = (named & bit) != 0
         if (running & ~inside).any():

@@ -12,7 +12,7 @@ from emulator.agents import Agents
 from emulator.cta import Cluster, Cta
 from emulator.errors import EmulatorError
 from emulator.memory import Memory
-from emulator.options import LATE, Options
+from emulator.options import Options
 from emulator.races import Races
 from emulator.report import deadlock
 
@@ -60,7 +60,6 @@ class Machine:
         self.agents = Agents(self)
         self.races = Races(self) if options.races else None
         self.findings: list[str] = []
-        self.counts: dict[tuple[int, int], np.ndarray] = {}  # (warp, block) ...
         self.executed: dict[int, np.ndarray] = {}  # block -> times that each warp id ran it
         self.clusters: list[Cluster] = []
         self.leaders: dict[bytes, int] = {}
@@ -219,6 +218,3 @@ class Machine:
                 row = self.executed.setdefault(start, np.zeros(cta.num_warps, np.int64))
                 row[group.first_warp : group.first_warp + group.num_warps] += times
             self.program.give_group(group, self.variant)
-
-
-__all__ = ["LATE", "Machine"]

@@ -133,7 +133,10 @@ Operand = (
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: its opcode with all modifiers, guard, operands and places."""
+    """One instruction: its opcode with all modifiers, guard, operands and places.
+
+    `source` is "file number:line" of the latest .loc.
+    """
 
     index: int
     opcode: str

@@ -79,10 +79,11 @@ class Kernel:
 
 @dataclass
 class Module:
-    """All kernels of a text, and its initialised module variables (name -> bytes)."""
+    """All kernels of a text, its module variables (name -> bytes) and source files (by number)."""
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
     variables: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def parse(text: str) -> Module:
@@ -109,6 +110,8 @@ def parse(text: str) -> Module:
                     kernel = _KernelParser(module, shared, header).parse(body[1:-1])
                     module.kernels[kernel.name] = kernel
                 header = None
+        elif match := re.match(r'\.file\s+(\d+)\s+"([^"]*)"', item.text):
+            module.files[match[1]] = match[2].rsplit("/", 1)[-1]
         elif _VARIABLE.match(item.text):
             space, alignment, size, name, value = variable(item)
             if space == "shared":
@@ -172,7 +175,6 @@ class _KernelParser:
             raise ValueError(f"line {header.line}: cannot parse {header.text[:80]!r}")
         self.kernel = Kernel(match[1])
         self.module = module
-        self.files: dict[str, str] = {}
         self.source = ""
         self.scopes: list[dict[str, object]] = [{}]
         self.ranges: list[dict[str, tuple[str, int]]] = [{}]
@@ -272,9 +274,9 @@ class _KernelParser:
         text = item.text
         if text.startswith(".reg"):
             self._registers(item)
-        elif text.startswith(".loc"):
+        elif text.startswith(".loc") and not text.startswith(".local"):
             fields = text.split()
-            self.source = f"file {fields[1]} line {fields[2]}"
+            self.source = f"{fields[1]}:{fields[2].rstrip(',')}"
         elif text.startswith(".local"):
             _, alignment, size, name, _ = variable(item)
             start = -(-self.kernel.local_bytes // alignment) * alignment

@@ -57,6 +57,11 @@ class Program:
             )
         return self.blocks[start]
 
+    def source(self, instruction: Instruction) -> str:
+        """Return the source line of an instruction where the text has one."""
+        number, _, line = instruction.source.partition(":")
+        return f"{self.module.files.get(number, number)}:{line}" if line else ""
+
     def take_group(self, num_warps: int, first_warp: int, variant: str) -> Group:
         """Return a group that no CTA uses; its code stays linked.
 

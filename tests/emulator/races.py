@@ -202,8 +202,9 @@ class Races:
     def _take(self, planes: np.ndarray, held: np.ndarray) -> None:
         for plane in (SEEN, PROXY, PUBLIC, PENDING):
             np.maximum(planes[plane], held[plane], out=planes[plane])
-        target = GOT if self.strict else TENSOR
-        np.maximum(planes[target], held[SENT], out=planes[target])
+        # What a fence published stays so along a chain of barriers: only its ends need fences.
+        for plane in (SENT, GOT if self.strict else TENSOR):
+            np.maximum(planes[plane], held[SENT], out=planes[plane])
 
     # ---- fences
 

@@ -206,7 +206,7 @@ def _issue_load(
     cluster, own = group.cta.cluster, group.cta
     offset = place & OFFSET_MASK
     if mask is None:
-        destinations = [cluster.cta_at(place, own)]
+        destinations = [cluster.cta_at(place)]
         barriers = [own.mbarrier(at)]
     else:
         destinations = [cta for cta in cluster.ctas if mask >> cta.rank & 1]
@@ -273,7 +273,7 @@ def _issue_store(c: Link, transfer: Transfer, at: int, name: str | None) -> None
         def change(old: np.ndarray, value: np.ndarray) -> np.ndarray:
             return _REDUCE[name](old.view(dtype), value.view(dtype)).view(old.dtype)
 
-    machine, cta = group.machine, group.cta.cluster.cta_at(at, group.cta)
+    machine, cta = group.machine, group.cta.cluster.cta_at(at)
     machine.agents.tma += 1
     clock = machine.races.fork(group, c.mask) if machine.races is not None else None
     piece = machine.agents.issue(
