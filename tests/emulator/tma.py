@@ -18,7 +18,7 @@ from emulator.swizzle import swizzled
 if TYPE_CHECKING:
     from emulator.group import Group
 
-_NAMES = {"bf16": 2, "fp16": 2, "f16": 2, "f32": 4}
+_NAMES = {"bf16": 2, "fp16": 2, "f16": 2, "f32": 4, "fp32": 4}
 
 
 def element_bytes(tensor_map: Any) -> int:
