@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 SEEN, PROXY, TENSOR, SENT, GOT, PUBLIC, PENDING = range(7)
 PLANES = 7
 _FOREIGN = (SEEN, PUBLIC, PENDING)
-_SLOTS = 96  # agents of a cluster besides three actors for each warp
+_SLOTS = 768  # pieces of work of a cluster that can be told apart at a time
+_AGENTS = 8  # lasting agents of a CTA besides the two of each warp
 
 
 class Clock:
@@ -58,7 +59,8 @@ class Domain:
         self.number = number
         self.warps_per_cta = -(-int(np.prod(cluster.machine.block)) // 32)
         self.num_warps = self.warps_per_cta * int(np.prod(cluster.machine.cluster))
-        self.capacity = 3 * self.num_warps + _SLOTS
+        ctas = self.num_warps // self.warps_per_cta
+        self.capacity = 4 * self.num_warps + _AGENTS * ctas + _SLOTS
         self.planes = np.zeros((self.num_warps, PLANES, self.capacity), np.int32)
         self.time = np.zeros(self.capacity, np.int32)
         self.time[: self.num_warps] = 1
@@ -94,7 +96,7 @@ class Domain:
             if seen[actor] >= self.time[actor]:
                 self.names[actor] = name
                 return actor
-        if len(self.names) == self.capacity:  # reuse the oldest: its last work may be missed
+        if len(self.slots) == _SLOTS:  # reuse the oldest: its last work may be missed
             self.slots.append(self.slots.pop(0))
             self.names[self.slots[-1]] = name
             return self.slots[-1]
