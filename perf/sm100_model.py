@@ -1,6 +1,6 @@
 """Work of the Blackwell VSA kernel, counted on an emulator, and the bound that it implies: a model.
 
-Usage: python perf/sm100_model.py [--json perf/results/<name>.jsonl]
+Usage: SPARSE_ATTEN_EMULATOR=<folder> python perf/sm100_model.py [--json perf/results/<name>.jsonl]
        [--sass NAME=CUBIN ...]
 
 Nothing here is a time or was run on a GPU.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -155,15 +156,17 @@ def count(rows: tuple[int, ...], size: int = TILE, config: vsa_sm100.Config = CO
         q, k, v, torch.empty_like(q), selection, softmax_scale=TILE**-0.5, lse=lse
     )
     plan = vsa_sm100.launch_plan(config, TARGET, arguments)
-    result = emulation.run(compiled(config).ptx, plan)
+    result = emulation.run(compiled(config).ptx, plan, profile=True)
     if result["mma"] != 2 * TILE // MMA_K * sum(rows) or result["warnings"]:
         raise RuntimeError(f"{result['mma']} MMAs for {sum(rows)} blocks, {result['warnings']}")
     columns, keys = next(p for p in plan.parameters if isinstance(p, TensorMap)).box[:2]
+    counts, source = result["prof"]
     work: Work = {role.name: Counter() for role in vsa_sm100.SCHEDULE.roles}
-    for instruction, issued in result["result"].issued():
-        amounts = classify(instruction.text, columns * keys * 2)
+    for place, (_, text) in enumerate(source):
+        amounts = classify(text, columns * keys * 2)
         for role in vsa_sm100.SCHEDULE.roles:
-            times = int(issued[role.first : role.last + 1].sum())
+            first = place * 32 + role.first
+            times = sum(counts[first : first + role.warps])
             if times:
                 for name, amount in amounts.items():
                     work[role.name][name] += times * amount
@@ -593,6 +596,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the rows, replaced")
     parser.add_argument("--sass", action="append", default=[], metavar="NAME=CUBIN")
     arguments = parser.parse_args()
+    if not os.environ.get(emulation.VARIABLE):
+        parser.error(f"{emulation.VARIABLE} must name a folder with the emulator `emu`")
     rows = model()
     if tool := disassembler():
         cubins = dict(entry.split("=", 1) for entry in arguments.sass)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 SEEN, PROXY, TENSOR, SENT, GOT, PUBLIC, PENDING = range(7)
 PLANES = 7
 _FOREIGN = (SEEN, PUBLIC, PENDING)
-_SLOTS = 256  # pieces of asynchronous work that are told apart at a time
-_LASTING = 32  # agents of a cluster besides those and three actors for each warp
+_SLOTS = 768  # pieces of work of a cluster that can be told apart at a time
+_AGENTS = 8  # lasting agents of a CTA besides the two of each warp
 
 
 class Clock:
@@ -59,7 +59,8 @@ class Domain:
         self.number = number
         self.warps_per_cta = -(-int(np.prod(cluster.machine.block)) // 32)
         self.num_warps = self.warps_per_cta * int(np.prod(cluster.machine.cluster))
-        self.capacity = 3 * self.num_warps + _SLOTS + _LASTING
+        ctas = self.num_warps // self.warps_per_cta
+        self.capacity = 4 * self.num_warps + _AGENTS * ctas + _SLOTS
         self.planes = np.zeros((self.num_warps, PLANES, self.capacity), np.int32)
         self.time = np.zeros(self.capacity, np.int32)
         self.time[: self.num_warps] = 1

@@ -292,4 +292,5 @@ def _issue_commit(c: Link, barriers: list, pair: str) -> None:
                 races.publish(clock, barrier)
             barrier.arrive(1, f"tcgen05.commit of {group.name(0)}")
 
-    group.machine.agents.issue(group, c.instruction, "tcgen05.commit", perform, pipe=pipe)
+    piece = group.machine.agents.issue(group, c.instruction, "tcgen05.commit", perform, pipe=pipe)
+    piece.arrives_alone = True
