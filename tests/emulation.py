@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 
 VARIABLE = "SPARSE_ATTEN_EMULATOR"
-if os.environ.get(VARIABLE) == "own":
+OWN = os.environ.get(VARIABLE) == "own"
+if OWN:
     from emulation_own import SCHEDULES, emulator, issued, run, schedules
 else:
     from emulation_other import SCHEDULES, emulator, issued, run, schedules
 
-__all__ = ["SCHEDULES", "VARIABLE", "emulator", "issued", "run", "schedules"]
+__all__ = ["OWN", "SCHEDULES", "VARIABLE", "emulator", "issued", "run", "schedules"]

@@ -92,6 +92,7 @@ def test_a_mix_of_instructions(seed):
 @pytest.mark.parametrize("name", ["rows_300_512", "long_1025_16", "rows_1000_97"])
 def test_topk(name, monkeypatch):
     case = test_block_topk.CASES[name]
+    monkeypatch.setattr(test_block_topk, "emulator", emulation.emulator)
     ours = test_block_topk.emulate(case, {"group": 32})
     monkeypatch.setattr(test_block_topk, "emulator", other)
     theirs = test_block_topk.emulate(case, {})
@@ -106,6 +107,7 @@ def test_csr(name, monkeypatch):
         with device_cases.emulated(program(False), schedule) as launch:
             return csr_on_device(device_cases.tables_of(name), launch, is_wide=False)
 
+    monkeypatch.setattr(device_cases, "emulator", emulation.emulator)
     ours = run({"group": 8})
     monkeypatch.setattr(device_cases, "emulator", other)
     theirs = run({})

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import emulation
@@ -26,7 +25,7 @@ from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.vsa_arguments import arguments_of
 
 # The project's own emulator detects races; another one, named by the environment, may stand in.
-HAS_DETECTOR = find_spec("emulator") is not None
+HAS_DETECTOR = emulation.OWN
 RACES: dict[str, Any] = {"races": True, "profile": "strict"}
 # A mutant that runs for longer than this is stuck.
 _BOUND = {"max_blocks": 3_000_000} if HAS_DETECTOR else {"max_ins": 20_000_000}
