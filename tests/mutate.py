@@ -1,10 +1,10 @@
 """Search for faults that no check sees: python tests/mutate.py [kernel].
 
 Every mutant of a kernel is emulated (L2) in one schedule after the other until one shows the fault,
-then once with the race detector, then given to SentryWard (L1). What was found is kept in
-tests/mutants/<kernel>.jsonl, one mutant a line, and rendered in tests/mutants/<kernel>.md. A search
-goes on where the last one stopped; --renew starts anew. The tests replay each mutant in the
-schedule that shows it.
+then, where none does, once with the race detector, then given to SentryWard (L1). What was found is
+kept in tests/mutants/<kernel>.jsonl, one mutant a line, and rendered in tests/mutants/<kernel>.md.
+A search goes on where the last one stopped; --renew starts anew. The tests replay each mutant in
+the schedule that shows it.
 """
 
 from __future__ import annotations
@@ -215,7 +215,8 @@ def main() -> None:
     for mutant in track([m for m in records if records[m].schedule is None], "emulating"):
         records[mutant] = emulate(subject, records[mutant], text)
         write(subject, records.values())
-    watched = [m for m in records if records[m].race is None] if HAS_DETECTOR else []
+    hidden = [m for m in records if records[m].race is None and not records[m].scheduled]
+    watched = hidden if HAS_DETECTOR else []
     for mutant in track(watched, "detecting races"):
         ptx = mutated(mutant, text, subject.schedule)
         records[mutant] = replace(records[mutant], race=subject.fault(ptx, RACES))
