@@ -20,7 +20,8 @@ def main() -> None:
 
 def render(text: str) -> str:
     """Replace what stands between the markers of each table."""
-    for name, table in (("topk", topk_table()), ("csr", csr_table()), ("k2", k2_table())):
+    tables = {"topk": topk_table(), "csr": csr_table(), "k1": k1_table(), "k2": k2_table()}
+    for name, table in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
         before, rest = text.split(begin)
         text = before + begin + "\n".join(table) + "\n" + end + rest.split(end)[1]
@@ -75,6 +76,23 @@ def csr_table() -> list[str]:
         lines.append(
             f"| {row['case'].removeprefix('csr-')} | {ours:,.1f} us | {reference:,.0f} us "
             f"| {row['workspace_bytes'] / 2**20:,.1f} MiB | {host} us |"
+        )
+    return lines
+
+
+def k1_table() -> list[str]:
+    """One line for each kind of tile, and one for the predicted time on each GPU."""
+    lines = [
+        "| 128-row tile of K1 | instructions (moves) | MMA, ex2, issue clocks | bytes written |",
+        "|---|---|---|---|",
+    ]
+    for row in _read("msa_k1_model.jsonl"):
+        if "issued" not in row:
+            continue
+        clocks = ", ".join(f"{row['clocks'][unit]:,.0f}" for unit in ("MMA", "ex2", "issue"))
+        lines.append(
+            f"| {row['case']} | {row['issued']:,.0f} ({row['moves']:,.0f}) | {clocks} "
+            f"| {row['bytes written']:,} |"
         )
     return lines
 
