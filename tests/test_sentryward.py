@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile kernels")
@@ -18,6 +20,7 @@ from verified import VSA
 
 from sparse_atten.csr import device as csr
 from sparse_atten.cute_kernels.common.launch import LaunchPlan, TensorMap
+from sparse_atten.cute_kernels.common.steps import Step
 
 # What a verdict may rest on; anything new must be read and put here by hand.
 ASSUMPTIONS = {
@@ -69,14 +72,18 @@ def test_programs_in_cuda_cpp_are_beyond_it():
     """They branch on the ids that they sort: emulation and the GPU's own checker cover them."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
     tables = packed(torch.Generator().manual_seed(0), [8], [256], width=2, heads=1)
-    launches: dict[str, tuple] = {}
+    plans: dict[str, LaunchPlan] = {}
 
-    def record(name: str, blocks: int, *values: int) -> None:
-        launches[name] = (blocks, values)
+    def bind(steps: Sequence[Step]) -> Callable[..., None]:
+        def run(*addresses: int) -> None:
+            for step in steps:
+                values = tuple(step.values(addresses))
+                plans[step.kernel] = LaunchPlan(step.grid, step.block, (1, 1, 1), 0, values)
 
-    csr.csr_on_device(tables, record, is_wide=False)
-    blocks, values = launches["hist"]
-    plan = LaunchPlan((blocks, 1, 1), (csr.THREADS, 1, 1), (1, 1, 1), 0, values)
+        return run
+
+    csr.csr_on_device(tables, bind, is_wide=False)
+    plan = plans["hist"]
     pointers = [i for i, code in enumerate(csr.SIGNATURES["hist"]) if code == "P"]
     verdict = sentry.prove(
         csr.program(False).compile((10, 0)).ptx, plan, {}, kernel="hist", pointers=pointers
