@@ -73,8 +73,9 @@ CASES = (
     dataclasses.replace(CASE, name="used keys", used=True, heads=(2, 2)),
     dataclasses.replace(CASE, name="nothing", keep=-1.0),
     dataclasses.replace(CASE, name="scale 16", scale=16.0),
+    dataclasses.replace(CASE, name="decode", queries=(1, 1, 1, 1), spare_queries=0),
 )
-QUICK = {"sm100", "scale 16"}  # of one Config; each more takes a compilation
+QUICK = {"sm100", "scale 16", "decode"}  # of one Config; each more takes a compilation
 
 
 @pytest.mark.parametrize("tokens", [None, 64])
