@@ -15,7 +15,7 @@ from sparse_atten.reference import Result
 from sparse_atten.rows import rows_of
 
 _KERNEL = "sparse_atten.cute_kernels.vsa_sm100"
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MAX_GRID = 65535  # of dims y and z, which cluster launch control uses for heads and batch
 
 
@@ -109,7 +109,7 @@ def config_of(q: Tensor, selection: BlockSelection, options: Options) -> Any:
     head = 1 if selection.layout == "bhsd" else 2
     fits = q.shape[0] <= _MAX_GRID and q.shape[head] <= _MAX_GRID
     return Config(
-        dtype=_DTYPES[q.dtype],
+        dtype=DTYPES[q.dtype],
         return_lse=options.return_lse,
         kv_sizes=selection.kv_block_sizes is not None,
         q_sizes=selection.q_block_sizes is not None,

@@ -14,7 +14,15 @@ import torch
 from cases import TokenCase
 from compare import assert_matches_definition
 
-from sparse_atten import contracts, explain, preload, preparation, prepare, sparse_atten_func
+from sparse_atten import (
+    contracts,
+    explain,
+    preload,
+    preparation,
+    prepare,
+    sm100,
+    sparse_atten_func,
+)
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.msa import device, minimax_sparse_attention, partial_attention
 from sparse_atten.reference import Result
@@ -45,7 +53,7 @@ def blackwell(monkeypatch):
     """CPU tensors count as those of a B200, and launches go to the emulator."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
     target = Target("sm_100a", 4)
-    for module in (contracts, device, preparation):
+    for module in (contracts, preparation, sm100):
         monkeypatch.setattr(module, "target_of", lambda _: target)
     launches = []
 
@@ -292,7 +300,7 @@ def test_preload_makes_both_kernels_ready(monkeypatch):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (q, k, v), selection, _ = CASE.build()
     loaded = []
-    for module in (contracts, device):
+    for module in (contracts, sm100):
         monkeypatch.setattr(module, "target_of", lambda _: Target("sm_103a", 4))
     monkeypatch.setattr(device, "load_kernel", lambda *key: loaded.append(key))
     assert preload(q, k, v, selection, causal=True, lse_temperature=0.5) == "sm100"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -149,7 +149,6 @@ def program(config: Config) -> Program:
     return Program(kernels, source, tuple(sorted({**layout, **sizes}.items())))
 
 
-@lru_cache(maxsize=1024)
 def make_plan(
     request: Request,
     shape: tuple[int, ...],

@@ -15,7 +15,6 @@ from sparse_atten.contracts import Options, TokenSelection
 from sparse_atten.cute_kernels import msa_arguments, msa_k2_arguments
 from sparse_atten.cute_kernels.common.dsl import load_kernel
 from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
-from sparse_atten.cute_kernels.common.target import Target, target_of
 from sparse_atten.cute_kernels.msa_arguments import Partials
 from sparse_atten.preparation import (
     PreparedSelection,
@@ -26,10 +25,10 @@ from sparse_atten.preparation import (
 )
 from sparse_atten.reference import Result
 from sparse_atten.scheduler.device import preload as preload_preparation
+from sparse_atten.sm100 import DTYPES, device_target
 
 _K1 = "sparse_atten.cute_kernels.msa_k1_sm100"
 _K2 = "sparse_atten.cute_kernels.msa_k2"
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def attention(
@@ -133,19 +132,11 @@ def preload(q: Tensor, selection: TokenSelection, options: Options) -> None:
         preload_preparation(q.device)
 
 
-def device_target(q: Tensor) -> Target:
-    """Target of q's device."""
-    target = target_of(q.device)
-    if target is None:
-        raise RuntimeError(f"the backend 'sm100' needs a CUDA device, got {q.device}")
-    return target
-
-
 def _k1_config(q: Tensor, selection: TokenSelection, options: Options) -> Any:
     from sparse_atten.cute_kernels.msa_k1_sm100 import Config
 
     return Config(
-        dtype=_DTYPES[q.dtype],
+        dtype=DTYPES[q.dtype],
         group_size=q.shape[1] // selection.q2k_indices.shape[0],
         causal=options.causal,
         paged=selection.page_table is not None,
@@ -156,7 +147,7 @@ def _k1_config(q: Tensor, selection: TokenSelection, options: Options) -> Any:
 def _k2_config(out: Tensor, width: int, *, temperature: bool) -> Any:
     from sparse_atten.cute_kernels.msa_k2 import config_for
 
-    dtype = _DTYPES[out.dtype]
+    dtype = DTYPES[out.dtype]
     return config_for(width, partial=dtype, out=dtype, temperature=temperature, programmatic=True)
 
 
