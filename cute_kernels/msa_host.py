@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_ptr
 
 from sparse_atten.cute_kernels.common.edges import Tables
 from sparse_atten.cute_kernels.common.tiles import SWIZZLE_BYTES, box_layout
-from sparse_atten.cute_kernels.msa_arguments import BLOCK, HEAD_DIM, Arguments
+from sparse_atten.cute_kernels.msa_arguments import BLOCK, HEAD_DIM, NO_ARGUMENTS
 
 
 def make_maps(
@@ -51,30 +51,26 @@ def make_maps(
     return tuple(maps)
 
 
-def host_values(
-    arguments: Arguments, dtypes: tuple[type, type], grid: tuple[int, int, int], stream: int
-) -> tuple:
-    """Return what a kernel's host function takes: operands, tables, strides, grid, stream.
+def host_values(dtypes: tuple[type, type]) -> tuple:
+    """Return what a host function is compiled with: operands, tables, strides, grid, stream.
 
     `dtypes` are those of q, k and v, and of o_partial.
     """
 
-    def pointer(kind: type, address: int, align: int) -> Any:
-        return make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=align)
+    def pointer(kind: type, align: int) -> Any:
+        return make_ptr(kind, 0, cute.AddressSpace.gmem, assumed_align=align)
 
+    arguments = NO_ARGUMENTS
     inputs = (arguments.q, arguments.k, arguments.v)
-    *tables, lse, lse_t = arguments.addresses
+    *tables, _, _ = arguments.addresses
     *lengths, page_row, page = (Int64(x) for x in arguments.strides)
     return (
-        (
-            *(pointer(dtypes[0], operand.address, 16) for operand in inputs),
-            pointer(dtypes[1], arguments.o_partial, 16),
-        ),
+        (*(pointer(dtypes[0], 16) for _ in inputs), pointer(dtypes[1], 16)),
         Tables._make(
             [
-                *(pointer(Int32, address, 4) for address in tables),
-                pointer(Float32, lse, 4),
-                pointer(Float32, lse_t, 4),
+                *(pointer(Int32, 4) for _ in tables),
+                pointer(Float32, 4),
+                pointer(Float32, 4),
                 *lengths,
                 (page_row, page),
                 *(Int32(x) for x in arguments.scalars),
@@ -83,6 +79,6 @@ def host_values(
             ]
         ),
         tuple(tuple(Int64(x) for x in operand.strides) for operand in inputs),
-        tuple(Int32(x) for x in grid),
-        cuda.CUstream(stream),
+        (Int32(1),) * 3,
+        cuda.CUstream(0),
     )

@@ -87,7 +87,6 @@ from sparse_atten.cute_kernels.msa_arguments import (
     BLOCK,
     GROUP_SIZES,
     HEAD_DIM,
-    NO_ARGUMENTS,
     Arguments,
 )
 from sparse_atten.cute_kernels.msa_host import host_values, make_maps
@@ -591,9 +590,8 @@ def tail_start(most: Int32) -> Int32:
 
 
 def compile_kernel(config: Config, options: str = "") -> Any:
-    """Compile for the architecture that CuTe-DSL was imported for; `launch` runs the result."""
-    values = host_values(NO_ARGUMENTS, config.dtypes, (1, 1, 1), 0)
-    return cute.compile(MsaPartialSm100(config), *values, options=options)
+    """Compile for the architecture that CuTe-DSL was imported for."""
+    return cute.compile(MsaPartialSm100(config), *host_values(config.dtypes), options=options)
 
 
 def compile_offline(config: Config, target: Target) -> offline.Compiled:
@@ -610,7 +608,7 @@ def compile_offline(config: Config, target: Target) -> offline.Compiled:
 
 
 def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchPlan:
-    """Describe the launch that `launch` makes, parameter by parameter."""
+    """Describe a launch, parameter by parameter."""
     return LaunchPlan(
         grid=arguments.grid(config.persistent, target.num_sms),
         block=(SCHEDULE.threads, 1, 1),
@@ -618,15 +616,3 @@ def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchP
         smem_bytes=SCHEDULE.smem_bytes,
         parameters=arguments.kernel_parameters(config.dtype, fp32_partials=config.fp32_partials),
     )
-
-
-def launch(
-    compiled: Any, config: Config, target: Target, arguments: Arguments, *, stream: int
-) -> None:
-    """Launch what `compile_kernel` returned on a CUDA stream, given by its handle.
-
-    A call without room for work items launches nothing.
-    """
-    if arguments.capacity:
-        grid = arguments.grid(config.persistent, target.num_sms)
-        compiled(*host_values(arguments, config.dtypes, grid, stream))

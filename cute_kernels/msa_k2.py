@@ -311,25 +311,17 @@ def _weigh(merged: Sum, lses: list) -> tuple[Sum, Float32, list]:
     return Sum(peak, total), fade, weights
 
 
-def host_values(
-    config: Config, arguments: Arguments, grid: tuple[int, int, int], stream: int
-) -> tuple:
-    """Return what the host function takes: parameters, grid, stream."""
-    types = (DTYPES[config.partial], Float32, Float32, Int32, DTYPES[config.out], Float32, Float32)
-    views = list(zip(types, arguments.views, strict=True))
-    pointers = [
-        make_ptr(kind, view.address, cute.AddressSpace.gmem, assumed_align=4)
-        for kind, view in views
-    ]
-    strides = [tuple(Int64(x) for x in view.strides) for _, view in views]
-    sizes = [Int32(x) for x in arguments.sizes]
-    parameters = Parameters._make([*pointers, *strides, *sizes])
-    return parameters, tuple(Int32(x) for x in grid), cuda.CUstream(stream)
-
-
 def compile_kernel(config: Config, options: str = "") -> Any:
-    """Compile for the architecture that CuTe-DSL was imported for; `launch` runs the result."""
-    values = host_values(config, NO_ARGUMENTS, (1, 1, 1), 0)
+    """Compile for the architecture that CuTe-DSL was imported for."""
+    types = (DTYPES[config.partial], Float32, Float32, Int32, DTYPES[config.out], Float32, Float32)
+    parameters = Parameters._make(
+        [
+            *(make_ptr(kind, 0, cute.AddressSpace.gmem, assumed_align=4) for kind in types),
+            *(tuple(Int64(x) for x in view.strides) for view in NO_ARGUMENTS.views),
+            *(Int32(x) for x in NO_ARGUMENTS.sizes),
+        ]
+    )
+    values = (parameters, (Int32(1),) * 3, cuda.CUstream(0))
     return cute.compile(MergePartials(config), *values, options=options)
 
 
@@ -346,19 +338,12 @@ def compile_offline(config: Config, target: Target) -> offline.Compiled:
 
 
 def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchPlan:
-    """Describe the launch that `launch` makes, parameter by parameter."""
+    """Describe a launch, parameter by parameter."""
     return LaunchPlan(
         grid=config.grid(arguments.num_rows, target.num_sms),
         block=(config.threads, 1, 1),
         cluster=(1, 1, 1),
         smem_bytes=0,
         parameters=arguments.kernel_parameters(),
+        programmatic=config.programmatic,
     )
-
-
-def launch(
-    compiled: Any, config: Config, target: Target, arguments: Arguments, *, stream: int
-) -> None:
-    """Launch what `compile_kernel` returned on a CUDA stream, given by its handle."""
-    grid = config.grid(arguments.num_rows, target.num_sms)
-    compiled(*host_values(config, arguments, grid, stream))

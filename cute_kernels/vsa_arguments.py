@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparse_atten.cute_kernels.common.launch import TensorMap
@@ -47,6 +48,7 @@ class Arguments:
     kv_sizes: Table  # [B, Nkv]
     q_sizes: Table  # [Nq]
     lse_address: int  # float32 [B, Hq, Sq], contiguous
+    queue_address: int  # int32 [1], 0 between launches: the counter of a kernel that draws items
     batch: int
     num_q_heads: int
     group_size: int
@@ -66,6 +68,13 @@ class Arguments:
     def num_kv_blocks(self) -> int:
         """KV blocks of a head, Nkv."""
         return -(-self.num_keys // BLOCK)
+
+    def at(self, addresses: Sequence[Any]) -> Arguments:
+        """Return the call at other addresses, in the order of the fields that hold them."""
+        names = ("q", "k", "v", "out", "indices", "counts", "kv_sizes", "q_sizes")
+        places = zip(names, addresses, strict=False)
+        moved = {name: replace(getattr(self, name), address=x) for name, x in places}
+        return replace(self, **moved, lse_address=addresses[8], queue_address=addresses[9])
 
     @property
     def tables(self) -> tuple[Table, Table, Table, Table]:
@@ -147,6 +156,7 @@ NO_ARGUMENTS = Arguments(
     kv_sizes=Table(0, (0,) * 2),
     q_sizes=Table(0, (0,)),
     lse_address=0,
+    queue_address=0,
     batch=1,
     num_q_heads=1,
     group_size=1,
@@ -168,6 +178,7 @@ def arguments_of(
     *,
     softmax_scale: float,
     lse: Tensor | None = None,
+    queue: Tensor | None = None,
 ) -> Arguments:
     """Take a validated call apart.
 
@@ -181,6 +192,8 @@ def arguments_of(
         Factor of the scores.
     lse : Tensor, float32 [B, Hq, Sq], contiguous, optional
         Where the natural-log LSE goes.
+    queue : Tensor, int32 [1], optional
+        A counter that is 0 between launches, for a kernel that draws work items.
     """
     head, token = (1, 2) if selection.layout == "bhsd" else (2, 1)
 
@@ -207,6 +220,7 @@ def arguments_of(
         kv_sizes=table(sizes, 2),
         q_sizes=table(rows, 1),
         lse_address=0 if lse is None else lse.data_ptr(),
+        queue_address=0 if queue is None else queue.data_ptr(),
         batch=q.shape[0],
         num_q_heads=q.shape[head],
         group_size=q.shape[head] // k.shape[head],
@@ -215,5 +229,5 @@ def arguments_of(
         table_width=selection.q2k_indices.shape[3],
         dense_rows=selection.dense_rows,
         scale_log2=softmax_scale * math.log2(math.e),
-        tensors=(q, k, v, out, lse, selection),
+        tensors=(q, k, v, out, lse, queue, selection),
     )

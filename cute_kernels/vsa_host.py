@@ -1,4 +1,4 @@
-"""The host side that the VSA kernels share: their TMA descriptors, and the values of a call."""
+"""What the VSA kernels are compiled with: their TMA descriptors, and values in place of a call's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_ptr
 
 from sparse_atten.cute_kernels.common.block_list import Tables
-from sparse_atten.cute_kernels.vsa_arguments import BLOCK, HEAD_DIM, Arguments
+from sparse_atten.cute_kernels.vsa_arguments import BLOCK, HEAD_DIM, NO_ARGUMENTS
 
 
 def make_maps(
@@ -41,30 +41,27 @@ def make_maps(
     return tuple(maps)
 
 
-def host_values(
-    arguments: Arguments, dtype: type, grid: tuple[int, int, int], stream: int
-) -> tuple:
-    """Return what a kernel's host function takes: operands, tables, strides, grid, stream."""
+def host_values(dtype: type) -> tuple:
+    """Return what a kernel's host function is compiled with: operands, tables, strides, grid, stream."""
 
-    def pointer(kind: type, address: int, align: int) -> Any:
-        return make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=align)
+    def pointer(kind: type, align: int) -> Any:
+        return make_ptr(kind, 0, cute.AddressSpace.gmem, assumed_align=align)
 
-    operands = (arguments.q, arguments.k, arguments.v, arguments.out)
-    tables = arguments.tables
-    strides = [tuple(Int64(x) for x in table.strides) for table in tables]
+    arguments = NO_ARGUMENTS
+    strides = [tuple(Int64(x) for x in table.strides) for table in arguments.tables]
     return (
-        tuple(pointer(dtype, operand.address, 16) for operand in operands),
+        tuple(pointer(dtype, 16) for _ in range(4)),
         Tables._make(
             [
-                *(pointer(Int32, table.address, 4) for table in tables),
-                pointer(Float32, arguments.lse_address, 4),
+                *(pointer(Int32, 4) for _ in strides),
+                pointer(Float32, 4),
                 *strides[:3],
                 strides[3][0],
                 *(Int32(x) for x in arguments.scalars),
                 Float32(arguments.scale_log2),
             ]
         ),
-        tuple(tuple(Int64(x) for x in operand.strides) for operand in operands),
-        tuple(Int32(x) for x in grid),
-        cuda.CUstream(stream),
+        tuple(tuple(Int64(0) for _ in range(3)) for _ in range(4)),
+        (Int32(1),) * 3,
+        cuda.CUstream(0),
     )

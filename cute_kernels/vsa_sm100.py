@@ -59,7 +59,7 @@ from sparse_atten.cute_kernels.common.persistent import Env, PersistentKernel, S
 from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, lanes, once
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.common.tiles import HALF_BYTES, TILE_BYTES, Ring
-from sparse_atten.cute_kernels.vsa_arguments import BLOCK, HEAD_DIM, NO_ARGUMENTS, Arguments
+from sparse_atten.cute_kernels.vsa_arguments import BLOCK, HEAD_DIM, Arguments
 from sparse_atten.cute_kernels.vsa_host import host_values, make_maps
 
 TILE = BLOCK  # rows and columns of a tile of scores
@@ -120,6 +120,8 @@ SCHEDULE = Schedule(
     ),
 )
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
+Q_BLOCKS = 2  # of a work item
+WIDE = {"persistent": "static"}  # fields of a Config for more heads or batches than a grid has
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ class VsaForwardSm100(PersistentKernel):
         self, env: Env, tile: cutlass.Constexpr, item: Item, stream: Stream, ring: Ring
     ) -> tuple[Row, Stream, Ring]:
         """Open a row; publish its first round and load Q and K, or publish that it has none."""
-        row = block_list.open_row(env.tables, item, tile, self.has_sizes)
+        row = block_list.open_row(env.tables, item, item.pair * 2 + tile, self.has_sizes)
         if row.pending == 0:
             stream = self.publish_word(env, tile, stream, Int32(0))
         else:
@@ -663,9 +665,8 @@ class VsaForwardSm100(PersistentKernel):
 
 
 def compile_kernel(config: Config, options: str = "") -> Any:
-    """Compile for the architecture that CuTe-DSL was imported for; `launch` runs the result."""
-    values = host_values(NO_ARGUMENTS, DTYPES[config.dtype], (1, 1, 1), 0)
-    return cute.compile(VsaForwardSm100(config), *values, options=options)
+    """Compile for the architecture that CuTe-DSL was imported for."""
+    return cute.compile(VsaForwardSm100(config), *host_values(DTYPES[config.dtype]), options=options)
 
 
 def compile_offline(config: Config, target: Target) -> offline.Compiled:
@@ -682,7 +683,7 @@ def compile_offline(config: Config, target: Target) -> offline.Compiled:
 
 
 def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchPlan:
-    """Describe the launch that `launch` makes, parameter by parameter."""
+    """Describe a launch, parameter by parameter."""
     return LaunchPlan(
         grid=arguments.grid(config.persistent, target.num_sms),
         block=(SCHEDULE.threads, 1, 1),
@@ -690,11 +691,3 @@ def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchP
         smem_bytes=SCHEDULE.smem_bytes,
         parameters=arguments.kernel_parameters(config.dtype),
     )
-
-
-def launch(
-    compiled: Any, config: Config, target: Target, arguments: Arguments, *, stream: int
-) -> None:
-    """Launch what `compile_kernel` returned on a CUDA stream, given by its handle."""
-    grid = arguments.grid(config.persistent, target.num_sms)
-    compiled(*host_values(arguments, DTYPES[config.dtype], grid, stream))

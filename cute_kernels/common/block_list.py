@@ -6,7 +6,7 @@ key (a negative size counts as none, a negative count as an empty list). What is
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -79,13 +79,12 @@ def q_size(tables: Tables, q_block: Int32) -> Int32:
 
 @cute.jit
 def open_row(
-    tables: Tables, item: Item, tile: cutlass.Constexpr, has_sizes: cutlass.Constexpr
+    tables: Tables, item: Any, q_block: Int32, has_sizes: cutlass.Constexpr
 ) -> Row:
-    """Read how many entries the list of a Q block has, and its first window.
+    """Read how many entries the list of a Q block of the item's head has, and its first window.
 
     `has_sizes` says which tables of sizes exist: of KV blocks, of Q blocks.
     """
-    q_block = item.pair * 2 + tile
     count = Int32(0)
     if q_block * BLOCK < tables.num_queries:
         if q_block < tables.dense_rows:

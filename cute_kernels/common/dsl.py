@@ -1,7 +1,7 @@
 """Compiled CuTe-DSL kernels at run time: from memory, from the disk cache, or from the compiler.
 
-A kernel module has ``compile_kernel(config, options)``. What it returns is stored as an object file
-under a key of everything it depends on: the package's kernel sources, the DSL's version, the Config
+A kernel module has ``compile_kernel(config, options)``. The cubin that it makes is stored under a
+key of everything it depends on: the package's kernel sources, the DSL's version, the Config
 and the architecture. Loading one takes milliseconds, compiling one seconds.
 """
 
@@ -15,23 +15,81 @@ import tempfile
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sparse_atten.cute_kernels.common.cache import cache_key, cached
 from sparse_atten.cute_kernels.common.env import dump_dir
+from sparse_atten.cute_kernels.common.launch import LaunchPlan
+from sparse_atten.cute_kernels.common.nvrtc import (
+    checked,
+    current,
+    device_index,
+    parameter_sizes,
+)
 from sparse_atten.cute_kernels.common.target import Target
 
-_SYMBOL = "sparse_atten_kernel"
 _SOURCES = Path(__file__).parent.parent
 
-_loaded: dict[tuple[str, Any, str], Any] = {}
+_loaded: dict[tuple[str, Any, int], Function] = {}
 _lock = threading.Lock()
 
 
-def load_kernel(module: str, config: Any, target: Target) -> Any:
-    """Return the compiled host function of a kernel module; the first time it is made ready.
+class Function(NamedTuple):
+    """A compiled kernel, loaded on a device.
+
+    Attributes
+    ----------
+    index, context : int, object
+        The device and its primary context.
+    handle : object
+        What the driver launches.
+    parameter_sizes : tuple of int
+        Bytes of each parameter.
+    """
+
+    name: str
+    index: int
+    context: Any
+    handle: Any
+    parameter_sizes: tuple[int, ...]
+
+    def launch(self, plan: LaunchPlan, stream: int, parameters: int) -> None:
+        """Launch on a stream; `parameters` is the address of the array of their addresses."""
+        from cuda.bindings import driver
+
+        status = self._launch(plan, stream, parameters)
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first touch
+            driver.cuCtxSetCurrent(self.context)
+            status = self._launch(plan, stream, parameters)
+        if status:
+            raise RuntimeError(
+                f"launch of {self.name} with grid {plan.grid}, block {plan.block}, "
+                f"{plan.smem_bytes} bytes of dynamic shared memory: {status.name}"
+            )
+
+    def _launch(self, plan: LaunchPlan, stream: int, parameters: int) -> Any:
+        from cuda.bindings import driver
+
+        size = (*plan.grid, *plan.block, plan.smem_bytes)
+        if not plan.programmatic:
+            return driver.cuLaunchKernel(self.handle, *size, stream, parameters, 0)[0]
+        attribute = driver.CUlaunchAttribute()
+        kinds = driver.CUlaunchAttributeID
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = plan.block
+        config.sharedMemBytes = plan.smem_bytes
+        config.hStream = driver.CUstream(stream)
+        config.attrs, config.numAttrs = [attribute], 1
+        return driver.cuLaunchKernelEx(config, self.handle, parameters, 0)[0]
+
+
+def load_kernel(module: str, config: Any, target: Target, device: torch.device) -> Function:
+    """Return a kernel, loaded on a device; the first time it is made ready.
 
     Raises
     ------
@@ -39,7 +97,7 @@ def load_kernel(module: str, config: Any, target: Target) -> Any:
         The kernel is not ready and a CUDA graph is being captured: compiling and loading are not
         part of a graph. `sparse_atten.preload` makes it ready before.
     """
-    key = (module, config, target.arch)
+    key = (module, config, device_index(device))
     kernel = _loaded.get(key)
     if kernel is None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -48,12 +106,12 @@ def load_kernel(module: str, config: Any, target: Target) -> Any:
                 "sparse_atten.preload() with the same arguments first"
             )
         with _lock:
-            kernel = _loaded.get(key) or _loaded.setdefault(key, _load(module, config, target))
+            kernel = _loaded.get(key) or _loaded.setdefault(key, _load(target, *key))
     return kernel
 
 
 def build(module: str, config: Any, target: Target) -> bytes:
-    """Return a kernel's object file from the disk cache; the first time it is compiled.
+    """Return a kernel's cubin from the disk cache; the first time it is compiled.
 
     The process must have imported CuTe-DSL for the target: ``CUTE_DSL_ARCH`` says which it is where
     there is no device.
@@ -71,29 +129,36 @@ def build(module: str, config: Any, target: Target) -> bytes:
     return cached(key, lambda: _compile(module, config, target))
 
 
-def _load(module: str, config: Any, target: Target) -> Any:
-    import cutlass.cute as cute
+def _load(target: Target, module: str, config: Any, index: int) -> Function:
+    from cuda.bindings import driver
 
-    code = build(module, config, target)
-    with tempfile.TemporaryDirectory(prefix="sparse_atten_") as folder:
-        path = Path(folder) / "kernel.o"
-        path.write_bytes(code)
-        return getattr(cute.runtime.load_module(str(path)), _SYMBOL)
+    cubin = build(module, config, target)
+    context = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(index))))
+    with current(context):
+        library = checked(driver.cuModuleLoadData(cubin), f"loading {module}")
+        (handle,) = checked(driver.cuModuleEnumerateFunctions(1, library))
+        checked(driver.cuFuncLoad(handle))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        static = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        most = target.smem_limit - checked(driver.cuFuncGetAttribute(static, handle))
+        checked(driver.cuFuncSetAttribute(handle, limit, most), f"loading {module}")
+        sizes = parameter_sizes(handle)
+    return Function(module.rpartition(".")[2], index, context, handle, sizes)
 
 
 def _compile(module: str, config: Any, target: Target) -> bytes:
     kernel = importlib.import_module(module)
+    with tempfile.TemporaryDirectory(prefix="sparse_atten_") as scratch:
+        keep = f"--keep-ptx --keep-cubin --dump-dir={scratch}"
+        compiled = kernel.compile_kernel(config, f"--gpu-arch {target.arch} {keep}")
+        cubin = bytes(compiled.__cubin__)
     folder = dump_dir()
-    keep = "" if folder is None else " --keep-ptx --keep-cubin"
-    compiled = kernel.compile_kernel(config, f"--gpu-arch {target.arch}{keep}")
-    code: bytes = compiled.dump_to_object(_SYMBOL)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{module.rpartition('.')[2]}-{config_name(config, '-')}-{target.arch}"
         (folder / f"{stem}.ptx").write_text(compiled.__ptx__.rstrip("\0"))
-        (folder / f"{stem}.cubin").write_bytes(bytes(compiled.__cubin__))
-        (folder / f"{stem}.o").write_bytes(code)
-    return code
+        (folder / f"{stem}.cubin").write_bytes(cubin)
+    return cubin
 
 
 def config_name(config: Any, separator: str = " ") -> str:

@@ -1,12 +1,15 @@
 """What a launch is, as data: a kernel's grid, shared memory and parameters, without a GPU.
 
-A kernel's `launch_plan` computes one from the same values that its host function is given, so that
-an emulator or a static checker can bind the compiled text.
+A kernel's `launch_plan` computes one from plain values. planned.py launches it; an emulator or a
+static checker binds the compiled text to the same one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sparse_atten.cute_kernels.common.steps import Address
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class TensorMap:
 
     Parameters
     ----------
-    address : int
+    address : int or Address
         Global address of element 0.
     dtype : str
         "bf16", "fp16" or "fp32".
@@ -27,12 +30,17 @@ class TensorMap:
         Elements that one instruction moves along each dim.
     """
 
-    address: int
+    address: int | Address
     dtype: str
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 128
+
+    def bind(self, bases: Sequence[int]) -> TensorMap:
+        """Put the addresses of a call in."""
+        address = self.address
+        return replace(self, address=address.of(bases)) if isinstance(address, Address) else self
 
 
 @dataclass(frozen=True)
@@ -46,11 +54,27 @@ class LaunchPlan:
         Dynamic shared memory of a CTA.
     parameters : tuple
         One value for each kernel parameter, in order: a `TensorMap`, an int (an address, too), a
-        float, or None where the kernel does not read the parameter.
+        float, or None where the kernel does not read the parameter. An address that each call gives
+        is an `Address`.
+    programmatic : bool
+        The launch may begin before the one ahead of it in the stream is over (griddepcontrol).
     """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     smem_bytes: int
-    parameters: tuple[TensorMap | int | float | None, ...]
+    parameters: tuple[TensorMap | Address | int | float | None, ...]
+    programmatic: bool = False
+
+    def bind(self, bases: Sequence[int]) -> LaunchPlan:
+        """Put the addresses of a call in."""
+        values = (
+            value.of(bases)
+            if isinstance(value, Address)
+            else value.bind(bases)
+            if isinstance(value, TensorMap)
+            else value
+            for value in self.parameters
+        )
+        return replace(self, parameters=tuple(values))

@@ -144,10 +144,10 @@ class Program:
         """
         from cuda.bindings import nvrtc
 
-        architecture = _architecture(capability, tuple(_checked(nvrtc.nvrtcGetSupportedArchs())))
+        architecture = _architecture(capability, tuple(checked(nvrtc.nvrtcGetSupportedArchs())))
         options = [option.encode() for option in self._options(architecture)]
         source, name = self.source.encode(), self.name.encode()
-        program = _checked(nvrtc.nvrtcCreateProgram(source, name, 0, [], []))
+        program = checked(nvrtc.nvrtcCreateProgram(source, name, 0, [], []))
         try:
             (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
             log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
@@ -173,13 +173,13 @@ class Program:
 
         if dump_dir() is not None:
             return build()
-        version = _checked(nvrtc.nvrtcVersion())
+        version = checked(nvrtc.nvrtcVersion())
         key = cache_key("nvrtc", version, capability, self._options(""), self.source)
         return cached(key, build)
 
     def preload(self, device: torch.device | str | int) -> None:
         """Compile and load for a device, so that a CUDA graph capture finds all kernels ready."""
-        _module(self, _device_index(device))
+        _module(self, device_index(device))
 
     def kernel(
         self, name: str, signature: str, device: torch.device | str | int, *, shared_bytes: int = 0
@@ -203,7 +203,7 @@ class Program:
             The program is not loaded and torch's current stream is being captured; the driver
             refused the program; or the signature is not that of the kernel.
         """
-        index = _device_index(device)
+        index = device_index(device)
         return Kernel(name, signature, index, _module(self, index), shared_bytes)
 
     def _options(self, architecture: str) -> list[str]:
@@ -252,13 +252,13 @@ class Kernel:
         sizes = [struct.calcsize(code) for code in codes]
         ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
         self.offsets = [end - size for end, size in zip(ends, sizes, strict=True)]
-        with _current(module.context):
-            self.function = _checked(
+        with current(module.context):
+            self.function = checked(
                 driver.cuModuleGetFunction(module.handle, name.encode()), f"kernel {name}"
             )
             if shared_bytes > _DEFAULT_SHARED_BYTES:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                _checked(driver.cuFuncSetAttribute(self.function, limit, shared_bytes), name)
+                checked(driver.cuFuncSetAttribute(self.function, limit, shared_bytes), name)
         self._check_sizes(signature, sizes)
 
     def __call__(
@@ -272,19 +272,24 @@ class Kernel:
         Launches([self], [Step(self.name, grid, block, values, shared_bytes)])()
 
     def _check_sizes(self, signature: str, given: list[int]) -> None:
-        from cuda.bindings import driver
-
-        sizes: list[int] = []
-        while True:
-            status, *offset_and_size = driver.cuFuncGetParamInfo(self.function, len(sizes))
-            if status != driver.CUresult.CUDA_SUCCESS:
-                break
-            sizes.append(offset_and_size[1])
-        if given != sizes:
+        sizes = parameter_sizes(self.function)
+        if tuple(given) != sizes:
             raise RuntimeError(
-                f"kernel {self.name} takes parameters of {sizes} bytes, signature {signature!r} "
-                f"has {given}"
+                f"kernel {self.name} takes parameters of {list(sizes)} bytes, signature "
+                f"{signature!r} has {given}"
             )
+
+
+def parameter_sizes(function: Any) -> tuple[int, ...]:
+    """Ask the driver how many bytes each parameter of a loaded kernel has."""
+    from cuda.bindings import driver
+
+    sizes: list[int] = []
+    while True:
+        status, *offset_and_size = driver.cuFuncGetParamInfo(function, len(sizes))
+        if status != driver.CUresult.CUDA_SUCCESS:
+            return tuple(sizes)
+        sizes.append(offset_and_size[1])
 
 
 @dataclass(frozen=True)
@@ -317,28 +322,28 @@ def _load(program: Program, index: int) -> _Module:
                 "it: call preload() or the function once before the capture"
             )
     image = program.image(torch.cuda.get_device_capability(device))
-    context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(index))))
-    with _current(context):
-        handle = _checked(driver.cuModuleLoadData(image), f"loading {program.name}")
-        count = _checked(driver.cuModuleGetFunctionCount(handle))
-        for function in _checked(driver.cuModuleEnumerateFunctions(count, handle)):
-            _checked(driver.cuFuncLoad(function))
+    context = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(index))))
+    with current(context):
+        handle = checked(driver.cuModuleLoadData(image), f"loading {program.name}")
+        count = checked(driver.cuModuleGetFunctionCount(handle))
+        for function in checked(driver.cuModuleEnumerateFunctions(count, handle)):
+            checked(driver.cuFuncLoad(function))
     return _Module(handle, context)
 
 
 @contextmanager
-def _current(context: Any) -> Iterator[None]:
+def current(context: Any) -> Iterator[None]:
     """Make a context current for a while."""
     from cuda.bindings import driver
 
-    _checked(driver.cuCtxPushCurrent(context))
+    checked(driver.cuCtxPushCurrent(context))
     try:
         yield
     finally:
-        _checked(driver.cuCtxPopCurrent())
+        checked(driver.cuCtxPopCurrent())
 
 
-def _device_index(device: torch.device | str | int) -> int:
+def device_index(device: torch.device | str | int) -> int:
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {found}")
@@ -356,7 +361,7 @@ def _architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
     return f"sm_{best}" if best // 10 == capability[0] else f"compute_{best}"
 
 
-def _checked(result: tuple[Any, ...], doing: str = "CUDA") -> Any:
+def checked(result: tuple[Any, ...], doing: str = "CUDA") -> Any:
     """Return what a binding gives beside its status; raise where the status is an error."""
     status, *values = result
     if status:
@@ -365,8 +370,8 @@ def _checked(result: tuple[Any, ...], doing: str = "CUDA") -> Any:
 
 
 def _bytes(size_of: Any, read: Any, program: Any) -> bytes:
-    content = bytes(_checked(size_of(program)))
-    _checked(read(program, content))
+    content = bytes(checked(size_of(program)))
+    checked(read(program, content))
     return content
 
 

@@ -154,6 +154,25 @@ def smem_store_v4(address: Int32, offset: int, words: list) -> None:
     )
 
 
+def smem_store_matrices(address: Int32, offset: int, words: list) -> None:
+    """Write four 8 x 8 matrices of 16-bit elements to shared memory (PTX ISA, stmatrix). A warp."""
+    inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 "
+        f"[{{$r0}}+{offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+        read_only_args=[address, *words],
+    )
+
+
+def smem_load_matrices(address: Int32, offset: int) -> tuple:
+    """Read four 8 x 8 matrices of 16-bit elements from shared memory (PTX ISA, ldmatrix). A warp."""
+    return inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 "
+        f"{{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{offset}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
 def smem_load_v4(address: Int32, offset: int) -> tuple:
     """Read four 32-bit words from shared memory (PTX ISA, ld)."""
     return inline_ptx(

@@ -29,6 +29,10 @@ class Address(NamedTuple):
     base: int
     offset: int = 0
 
+    def of(self, bases: Sequence[int]) -> int:
+        """Return the address, where a call gives these."""
+        return bases[self.base] + self.offset
+
 
 class Step(NamedTuple):
     """One launch as data.
@@ -54,8 +58,7 @@ class Step(NamedTuple):
     def values(self, bases: Sequence[int]) -> list[float | bytes]:
         """Return the arguments of a call that gives these addresses."""
         return [
-            bases[value.base] + value.offset if isinstance(value, Address) else value
-            for value in self.arguments
+            value.of(bases) if isinstance(value, Address) else value for value in self.arguments
         ]
 
 

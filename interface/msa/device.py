@@ -6,6 +6,7 @@ at once; K2 is a programmatic dependent of K1. Chunks follow one another in the 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sparse_atten.contracts import Options, TokenSelection
 from sparse_atten.cute_kernels import msa_arguments, msa_k2_arguments
 from sparse_atten.cute_kernels.common.dsl import load_kernel
 from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
+from sparse_atten.cute_kernels.common.planned import PlannedLaunch
 from sparse_atten.cute_kernels.msa_arguments import Partials
 from sparse_atten.preparation import (
     PreparedSelection,
@@ -25,7 +27,7 @@ from sparse_atten.preparation import (
 )
 from sparse_atten.reference import Result
 from sparse_atten.scheduler.device import preload as preload_preparation
-from sparse_atten.sm100 import DTYPES, device_target
+from sparse_atten.vsa.device import DTYPES, device_target
 
 _K1 = "sparse_atten.cute_kernels.msa_k1_sm100"
 _K2 = "sparse_atten.cute_kernels.msa_k2"
@@ -77,8 +79,6 @@ def attend_blocks(
     partials: Partials,
 ) -> None:
     """Launch K1: the partial results of a chunk."""
-    from sparse_atten.cute_kernels import msa_k1_sm100
-
     arguments = msa_arguments.arguments_of(
         *inputs,
         partials,
@@ -90,13 +90,12 @@ def attend_blocks(
         first_token=chunk.first_token,
     )
     config = _k1_config(inputs[0], prepared.selection, options)
-    launch(_K1, msa_k1_sm100, config, inputs[0], arguments)
+    if arguments.capacity:
+        launch(_K1, config, inputs[0], arguments)
 
 
 def merge(partials: Partials, chunk: QueryChunk, result: Result) -> None:
     """Launch K2: merge the partial results of a chunk into its part of the result."""
-    from sparse_atten.cute_kernels import msa_k2
-
     out, lse = result.out[chunk.tokens], result.lse[chunk.tokens]
     lse_t = None if result.lse_t is None else result.lse_t[chunk.tokens]
     arguments = msa_k2_arguments.arguments_of(
@@ -109,25 +108,23 @@ def merge(partials: Partials, chunk: QueryChunk, result: Result) -> None:
         lse_t=lse_t,
     )
     config = _k2_config(out, partials.o.shape[0], temperature=lse_t is not None)
-    launch(_K2, msa_k2, config, out, arguments)
+    launch(_K2, config, out, arguments)
 
 
-def launch(name: str, module: Any, config: Any, x: Tensor, arguments: Any) -> None:
+def launch(module: str, config: Any, x: Tensor, arguments: Any) -> None:
     """Launch a kernel on the current stream of x's device."""
     target = device_target(x)
-    kernel = load_kernel(name, config, target)
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        module.launch(kernel, config, target, arguments, stream=stream)
+    plan = import_module(module).launch_plan(config, target, arguments)
+    PlannedLaunch(load_kernel(module, config, target, x.device), plan)()
 
 
 def preload(q: Tensor, selection: TokenSelection, options: Options) -> None:
     """Compile or load what `attention` would need, and launch nothing."""
     target = device_target(q)
     width = selection.q2k_indices.shape[2]
-    load_kernel(_K1, _k1_config(q, selection, options), target)
+    load_kernel(_K1, _k1_config(q, selection, options), target, q.device)
     config = _k2_config(q, width, temperature=options.lse_temperature is not None)
-    load_kernel(_K2, config, target)
+    load_kernel(_K2, config, target, q.device)
     if runs_kernels(q):
         preload_preparation(q.device)
 
