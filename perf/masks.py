@@ -75,7 +75,7 @@ class Case:
         ids, counts = best_blocks(scores, most, counts)
         sizes = None
         if self.sizes == "ragged":
-            sizes = draw_sizes(self.blocks, generator)
+            sizes = draw_sizes(self.tokens, generator)
         return BlockSelection(ids, counts, layout=layout, kv_block_sizes=sizes, q_block_sizes=sizes)
 
 
@@ -170,12 +170,13 @@ def best_blocks(scores: Tensor, most: int, counts: Tensor | None) -> tuple[Tenso
     return ids.masked_fill_(absent, -1), counts
 
 
-def draw_sizes(blocks: int, generator: torch.Generator) -> Tensor:
-    """Valid tokens of each block, int32 [blocks]: some blocks hold 1 to 127, the others 128."""
-    device = generator.device
-    partial = torch.rand(blocks, generator=generator, device=device) < PARTIAL_SHARE
-    some = torch.randint(1, BLOCK, (blocks,), generator=generator, device=device)
-    return torch.where(partial, some, BLOCK).int()
+def draw_sizes(tokens: int, generator: torch.Generator) -> Tensor:
+    """Valid tokens of each block, int32 [N]: some blocks hold 1 to 127, the others what there is."""
+    starts = torch.arange(0, tokens, BLOCK, device=generator.device)
+    blocks = starts.shape
+    partial = torch.rand(blocks, generator=generator, device=generator.device) < PARTIAL_SHARE
+    some = torch.randint(1, BLOCK, blocks, generator=generator, device=generator.device)
+    return torch.where(partial, some, BLOCK).minimum(tokens - starts).int()
 
 
 class Work(NamedTuple):

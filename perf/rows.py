@@ -106,6 +106,8 @@ def clocks() -> dict[str, float] | None:
 
 def _ask(fields: str) -> list[str] | None:
     """Let nvidia-smi answer for the current device."""
+    if not torch.cuda.is_available():
+        return None
     command = [
         "nvidia-smi",
         f"--query-gpu={fields}",

@@ -67,10 +67,8 @@ def vsa_tables(rows: list[Row]) -> list[str]:
         return ["Not measured yet: `python -m perf vsa --sweep --out perf/results/vsa.jsonl`."]
     lines = [f"![TFLOP/s and speed-up of every contender]({PLOT})", ""] * has_curves(rows)
     for kind, title in (("graph", "in graphs"), ("eager", "with host overhead")):
-        lines += [
-            f"| {title}: heads x tokens, kept blocks, mask | ours | {' | '.join(RIVALS.values())} |",
-            "|---" * (2 + len(RIVALS)) + "|",
-        ]
+        columns = [f"{title}: heads x tokens, kept blocks, mask", "ours", *RIVALS.values()]
+        lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for name in names:
             cells = [_vsa_cell(found.get((name, key)), kind) for key in ("ours", *RIVALS)]
             lines.append(f"| {name} | {' | '.join(cells)} |")

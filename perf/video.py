@@ -36,6 +36,7 @@ from sparse_atten.vsa import (
     video_sparse_attention,
 )
 
+DEVICE = "cuda"
 HEAD_DIM = 128
 WHOLE, GATED = "video_sparse_attention", "video_sparse_attention + gate"
 
@@ -83,8 +84,8 @@ def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
 
 def measure_case(case: Case, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Check and time one video."""
-    generator = torch.Generator("cuda").manual_seed(arguments.seed)
-    blocks = VideoLayout.from_segments([case.grid], device="cuda")
+    generator = torch.Generator(DEVICE).manual_seed(arguments.seed)
+    blocks = VideoLayout.from_segments([case.grid], device=DEVICE)
     layout: Layout = arguments.layout
     q, k, v, gate = (
         random_tokens(case.heads, blocks.num_tokens, layout, generator) for _ in range(4)

@@ -42,6 +42,7 @@ from perf.rows import RowWriter, clocks
 from perf.timing import ROTATED_BYTES
 from sparse_atten.cute_kernels.common.target import product_of
 
+DEVICE = "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 QUICK_RIVALS = ("fa4-dense", "fa4-sparse", "cudnn-fixed", "cudnn-counts")
 
@@ -92,7 +93,7 @@ def measure_case(
     case: Case | VideoCase, rivals: list[Rival], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Check and time one shape; the first row is ours."""
-    generator = torch.Generator("cuda").manual_seed(arguments.seed)
+    generator = torch.Generator(DEVICE).manual_seed(arguments.seed)
     dtype, layout = DTYPES[arguments.dtype], arguments.layout
     selection = case.select(generator, layout)
     inputs = [draw_inputs(case, dtype, layout, generator)]
