@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     if not torch.cuda.is_available():
         raise SystemExit(f"python -m perf {arguments.case} needs a CUDA device; none is present")
     if arguments.samples is None:
-        arguments.samples = 5 if arguments.quick else 30
+        arguments.samples = 5 if arguments.quick else 20
     torch.manual_seed(arguments.seed)
     command = f"python -m perf {shlex.join(argv)}"
     common = common_fields(command, arguments.revision, arguments.seed)
@@ -51,8 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, help="append the rows to this file")
     shared.add_argument("--quick", action="store_true", help="few shapes, few samples")
-    shared.add_argument("--only", default="", help="part of the names of the shapes to run")
-    shared.add_argument("--samples", type=int, help="rounds of timing; 30, or 5 (quick)")
+    shared.add_argument("--only", default="", help="parts of names, with commas between")
+    shared.add_argument("--samples", type=int, help="rounds of timing; 20, or 5 (quick)")
     shared.add_argument("--seed", type=int, default=0)
     shared.add_argument("--revision", default=git_revision(), help="the commit, outside a checkout")
     parser = argparse.ArgumentParser(

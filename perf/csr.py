@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from perf.progress import shapes
 from perf.rows import RowWriter
 from perf.timing import summary, try_capture
 from sparse_atten import PreparedSelection, TokenSelection, prepare
@@ -83,7 +84,7 @@ def add_arguments(_: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
     """Measure the cases and write a row for each."""
     cases = QUICK if arguments.quick else CASES
-    for case in tqdm([c for c in cases if arguments.only in c.name], "shapes", file=sys.stderr):
+    for case in shapes(cases, arguments.only):
         writer.write(measure_case(case, arguments))
         torch.cuda.empty_cache()
 

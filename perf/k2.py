@@ -19,8 +19,8 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from perf.progress import shapes
 from perf.rows import RowWriter
 from perf.timing import ROTATED_BYTES, capture, host_time, interleaved
 from sparse_atten.cute_kernels import msa_k2
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
             print(f"{case.name}: equal", file=sys.stderr)
         return
     cases = QUICK if arguments.quick else CASES
-    for case in tqdm([c for c in cases if arguments.only in c.name], "shapes", file=sys.stderr):
+    for case in shapes(cases, arguments.only):
         for row in measure_case(case, arguments, generator):
             writer.write(row)
         torch.cuda.empty_cache()

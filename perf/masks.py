@@ -171,7 +171,7 @@ def best_blocks(scores: Tensor, most: int, counts: Tensor | None) -> tuple[Tenso
 
 
 def draw_sizes(tokens: int, generator: torch.Generator) -> Tensor:
-    """Valid tokens of each block, int32 [N]: some blocks hold 1 to 127, the others what there is."""
+    """Valid tokens of each block, int32 [N]: some hold 1 to 127, the others what there is."""
     starts = torch.arange(0, tokens, BLOCK, device=generator.device)
     blocks = starts.shape
     partial = torch.rand(blocks, generator=generator, device=generator.device) < PARTIAL_SHARE

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
+from perf.progress import shapes
 from perf.rivals import not_installed
 from perf.rows import RowWriter
 from perf.timing import ROTATED_BYTES, capture, host_time, interleaved
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
     if absent:
         print(f"not measured: flashinfer.top_k ({absent})", file=sys.stderr)
     cases = QUICK if arguments.quick else CASES
-    for case in tqdm([c for c in cases if arguments.only in c.name], "shapes", file=sys.stderr):
+    for case in shapes(cases, arguments.only):
         for row in measure_case(case, arguments.samples, sweep=arguments.sweep):
             floor_us = 1e6 * row["score_bytes"] / bandwidth
             ratio = row["graph_us"][0] / floor_us

@@ -1,27 +1,31 @@
 """`video_sparse_attention` end to end, its stages, and dense attention on the same video.
 
 Method: one process; videos of 21 x 45 x 80 tokens (Wan 2.1 at 720p), 40 heads of 128, cut into
-tiles of 4 x 4 x 8. The output is first compared with float64 on query blocks chosen at random. Then
-the whole call without and with a gate, each public stage on the tensors that the stage before it
-made, and the dense contenders run in turn: as a CUDA graph of one call (graph_us; the tensors are
-far larger than the L2 cache) and eagerly from an idle GPU (eager_us). Dense contenders attend over
-the video's tokens, those called "padded" over as many as the blocks have slots. share is a stage's
-time over that of the whole call without a gate, ratio a contender's.
+tiles of 4 x 4 x 8. Queries and keys are noise and, as strong, a field that is smooth in time and
+space, so that neighbouring tiles keep much the same tiles (overlap). The output is first compared
+with float64 on query blocks chosen at random. Then the whole call without and with a gate, each
+public stage on the tensors that the stage before it made, and the dense contenders run in turn: as
+a CUDA graph of one call (graph_us; the tensors are far larger than the L2 cache) and eagerly from
+an idle GPU (eager_us). Dense contenders attend over the video's tokens, those called "padded" over
+as many as the blocks have slots. share is a stage's time over that of the whole call without a
+gate, ratio a contender's.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from torch.nn.functional import interpolate
 
 from perf.contest import admit
 from perf.judge import Verdict, every_key, judge
+from perf.masks import Work, measure_work
+from perf.progress import note, shapes
 from perf.rivals import Fa4Dense, Problem, Sdpa
 from perf.rows import RowWriter, clocks
 from perf.timing import interleaved, try_capture
@@ -38,6 +42,7 @@ from sparse_atten.vsa import (
 
 DEVICE = "cuda"
 HEAD_DIM = 128
+CORRELATED_TOKENS = 8  # between the points of the smooth field
 WHOLE, GATED = "video_sparse_attention", "video_sparse_attention + gate"
 
 
@@ -59,10 +64,11 @@ QUICK = (Case((21, 30, 52), 12, 0.9),)
 
 
 class Stages(NamedTuple):
-    """Calls to time by name, and what the stages made."""
+    """Calls to time by name, whether the result is right, and what was kept."""
 
     calls: dict[str, Callable[[], object]]
     verdict: Verdict
+    work: Work
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
     """Measure the videos and write a row for each stage and contender."""
-    cases = [c for c in (QUICK if arguments.quick else CASES) if arguments.only in c.name]
-    for case in tqdm(cases, "videos", file=sys.stderr):
+    for case in shapes(QUICK if arguments.quick else CASES, arguments.only):
         for row in measure_case(case, arguments):
             writer.write(row)
             if row["status"] != "ok":
-                tqdm.write(f"{case.name}: {row['backend']} {row['status']}: {row['reason']}")
+                note(f"{case.name}: {row['backend']} {row['status']}: {row['reason']}")
         torch.cuda.empty_cache()
 
 
@@ -87,13 +92,12 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[dict[str, An
     generator = torch.Generator(DEVICE).manual_seed(arguments.seed)
     blocks = VideoLayout.from_segments([case.grid], device=DEVICE)
     layout: Layout = arguments.layout
-    q, k, v, gate = (
-        random_tokens(case.heads, blocks.num_tokens, layout, generator) for _ in range(4)
-    )
+    q, k = (smooth_tokens(case, layout, generator) for _ in range(2))
+    v, gate = (noise(case.heads, blocks.num_tokens, layout, generator) for _ in range(2))
     stages = make_stages((q, k, v), gate, blocks, case.sparsity, arguments)
     if not stages.verdict.right:
         raise SystemExit(f"{case.name}: the output is over the error budget: {stages.verdict}")
-    padded = tuple(random_tokens(case.heads, blocks.num_slots, layout, generator) for _ in range(3))
+    padded = tuple(noise(case.heads, blocks.num_slots, layout, generator) for _ in range(3))
     dense, absent = dense_calls({"": (q, k, v), " padded": padded}, layout)
     found = time_calls({**stages.calls, **dense}, arguments.samples)
     whole = found[WHOLE]
@@ -104,6 +108,8 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[dict[str, An
         "slots": blocks.num_slots,
         "blocks": blocks.num_blocks,
         "sparsity": case.sparsity,
+        "density": stages.work.tiles / (case.heads * blocks.num_blocks**2),
+        "overlap": stages.work.overlap,
         "layout": layout,
         "samples": arguments.samples,
         "max_error": stages.verdict.max_error,
@@ -121,11 +127,23 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[dict[str, An
     return rows + [{**common, **row} for row in absent]
 
 
-def random_tokens(heads: int, tokens: int, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Normal bf16 tokens; neighbours differ, so that what is routed is random."""
+def noise(heads: int, tokens: int, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Normal bf16 tokens."""
     dims = (heads, tokens) if layout == "bhsd" else (tokens, heads)
     empty = torch.empty(1, *dims, HEAD_DIM, dtype=torch.bfloat16, device=generator.device)
     return empty.normal_(generator=generator)
+
+
+def smooth_tokens(case: Case, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Noise and a smooth field over the video's grid, bf16."""
+    coarse_grid = [2 + size // CORRELATED_TOKENS for size in case.grid]
+    shape = (case.heads, HEAD_DIM, *coarse_grid)
+    coarse = torch.empty(shape, device=generator.device).normal_(generator=generator)
+    field = interpolate(coarse, size=case.grid, mode="trilinear", align_corners=True)
+    field = field.flatten(2).transpose(1, 2)[None]  # [1, H, S, D]
+    if layout == "bshd":
+        field = field.transpose(1, 2)
+    return noise(case.heads, math.prod(case.grid), layout, generator).add_(field)
 
 
 def make_stages(
@@ -183,6 +201,7 @@ def make_stages(
             "gate": lambda: (fine_out + gate * coarse_out).to(fine_out.dtype),
         },
         verdict,
+        measure_work(selection, blocks.num_slots),
     )
 
 

@@ -19,11 +19,9 @@ rows with a status and a reason.
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from perf.contest import Contender, Times, admit, time_contenders
 from perf.masks import (
@@ -37,6 +35,7 @@ from perf.masks import (
     draw_inputs,
     measure_work,
 )
+from perf.progress import note, shapes
 from perf.rivals import RIVALS, Ours, Problem, Rival
 from perf.rows import RowWriter, clocks
 from perf.timing import ROTATED_BYTES
@@ -61,12 +60,12 @@ def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
     cases = QUICK if arguments.quick else (*CASES, *(SWEEP if arguments.sweep else ()))
     rivals = [Ours(arguments.backend), *choose_rivals(arguments.rivals, arguments.quick)]
     ours_failed = False
-    for case in tqdm([c for c in cases if arguments.only in c.name], "shapes", file=sys.stderr):
+    for case in shapes(cases, arguments.only):
         rows = measure_case(case, rivals, arguments)
         for row in rows:
             writer.write(row)
             if row["status"] != "ok":
-                tqdm.write(f"{case.name}: {row['backend']} {row['status']}: {row['reason']}")
+                note(f"{case.name}: {row['backend']} {row['status']}: {row['reason']}")
         ours_failed |= rows[0]["status"] in ("wrong", "failed")
         torch.cuda.empty_cache()
     if ours_failed:

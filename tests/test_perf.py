@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from perf import __main__ as command
-from perf import contest, masks, rivals, rows, timing, video, vsa
+from perf import contest, masks, progress, rivals, rows, timing, video, vsa
 from perf.judge import every_key, judge
 from perf.masks import Case, VideoCase
 from perf.rivals import Problem, UnsupportedError
@@ -559,6 +559,13 @@ def test_a_case_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="python -m perf vsa needs a CUDA device"):
         command.main(["vsa", "--quick"])
+
+
+def test_shapes_are_chosen_by_parts_of_names(capsys):
+    assert progress.chosen(masks.CASES, "") == list(masks.CASES)
+    names = [case.name for case in progress.shapes(masks.CASES, "8x8192,prefix")]
+    assert names == ["8x8192-16of64-random", "24x30976-98of242-prefix50"]
+    assert "shapes" in capsys.readouterr().err
 
 
 def test_rivals_are_chosen_by_name():
