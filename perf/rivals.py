@@ -48,8 +48,13 @@ class Problem:
 class Rival(Protocol):
     """See the module."""
 
-    name: str
-    dense: bool  # computes attention to every key
+    @property
+    def name(self) -> str:
+        """What rows and `--rivals` call it."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether it attends to every key."""
 
     def missing(self) -> str | None:
         """Why it cannot run here; None if it can."""

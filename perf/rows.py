@@ -81,7 +81,7 @@ def common_fields(command: str, revision: str, seed: int) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "packages": installed_versions(),
         "gpu": torch.cuda.get_device_name(),
-        "driver": (_ask("driver_version") or [None])[0],
+        "driver": "".join(_ask("driver_version") or []) or None,
         "seed": seed,
     }
 

@@ -57,8 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
     """Measure the shapes and write a row for each contender."""
-    cases = QUICK if arguments.quick else (*CASES, *(SWEEP if arguments.sweep else ()))
-    rivals = [Ours(arguments.backend), *choose_rivals(arguments.rivals, arguments.quick)]
+    cases: tuple[Case | VideoCase, ...] = QUICK
+    if not arguments.quick:
+        cases = (*CASES, *SWEEP) if arguments.sweep else CASES
+    rivals: list[Rival] = [
+        Ours(arguments.backend),
+        *choose_rivals(arguments.rivals, arguments.quick),
+    ]
     ours_failed = False
     for case in shapes(cases, arguments.only):
         rows = measure_case(case, rivals, arguments)
