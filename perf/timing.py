@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -78,6 +79,12 @@ def interleaved(
             if sample >= WARM_UPS:
                 taken[name].append(duration)
     return {name: summary(durations) for name, durations in taken.items()}
+
+
+def occupy(call: Callable[[], object], microseconds: float, span: float = 300e3) -> None:
+    """Queue calls that take so long each until the device is busy for a while; do not wait."""
+    for _ in range(math.ceil(span / microseconds)):
+        call()
 
 
 def summary(durations: list[float]) -> list[float]:

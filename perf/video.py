@@ -28,7 +28,7 @@ from perf.masks import Work, measure_work
 from perf.progress import note, shapes
 from perf.rivals import Fa4Dense, Problem, Sdpa
 from perf.rows import RowWriter, clocks
-from perf.timing import interleaved, try_capture
+from perf.timing import interleaved, occupy, try_capture
 from sparse_atten import preload, sparse_atten_func
 from sparse_atten.contracts import Layout
 from sparse_atten.vsa import (
@@ -102,6 +102,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[dict[str, An
     dense, absent = dense_calls({"": (q, k, v), " padded": padded}, layout)
     found = time_calls({**stages.calls, **dense}, arguments.samples)
     whole = found[WHOLE]
+    occupy(stages.calls[WHOLE], whole["eager_us"][0])
     common = {
         "case": case.name,
         "heads": case.heads,
@@ -174,7 +175,9 @@ def make_stages(
     means = pool()
     scores = route_scores(*means)
     selection = route(scores, blocks, sparsity=sparsity, **place)
-    preload(*packed, selection, return_lse=True, backend=backend)
+    chosen = preload(*packed, selection, return_lse=True, backend=backend)
+    if chosen == "reference" != backend:
+        raise SystemExit(f"backend {backend!r} takes the reference: nothing to measure")
 
     def attend() -> Tensor:
         return sparse_atten_func(*packed, selection, return_lse=True, backend=backend)[0]

@@ -406,6 +406,12 @@ def test_rounds_take_turns_and_warm_ups_do_not_count():
     assert timing.interleaved({}, 4) == {}
 
 
+def test_a_device_is_kept_busy_for_a_while():
+    calls = []
+    timing.occupy(lambda: calls.append(1), 70.0, span=200.0)
+    assert len(calls) == 3
+
+
 class Replay:
     """A graph that is not one."""
 
@@ -441,6 +447,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(vsa, "ROTATED_BYTES", 3 << 20)
     for module in (vsa, video):
         monkeypatch.setattr(module, "DEVICE", "cpu")
+        monkeypatch.setattr(module, "occupy", lambda call, microseconds: None)
     return tick
 
 
@@ -511,6 +518,12 @@ def test_a_video_becomes_rows(monkeypatch, layout):
     missing = [row["backend"] for row in found if row["status"] == "missing"]
     if rivals.Fa4Dense().missing():
         assert missing == ["fa4-dense", "fa4-dense padded"]
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_video_that_falls_to_the_reference_is_not_measured():
+    with pytest.raises(SystemExit, match="backend 'auto' takes the reference"):
+        video.measure_case(video.Case((4, 8, 12), 1, 0.5), options(backend="auto"))
 
 
 # Rows and the command
