@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from perf.judge import every_key, judge
 from perf.masks import Inputs
 from perf.rivals import Attend, Problem, Rival, UnsupportedError
-from perf.timing import host_time, interleaved, try_capture
+from perf.rows import clocks
+from perf.timing import host_time, interleaved, occupy, try_capture
 
 HOST_BUDGET_US = 40e3  # device time of the calls whose issue is timed at once
 
@@ -111,6 +113,15 @@ def time_contenders(contenders: Sequence[Contender], samples: int) -> dict[str, 
             host_time(eager[name], batch, 10),
         )
     return times
+
+
+def clocks_at_work(
+    contenders: Sequence[Contender], times: dict[str, Times]
+) -> dict[str, float] | None:
+    """Read the clocks while the device runs the first contender."""
+    for rival, attend, inputs, *_ in contenders[:1]:
+        occupy(partial(attend, *inputs[0]), times[rival.name].eager_us[0])
+    return clocks()
 
 
 def shortened(inputs: Inputs, tokens: int, layout: str) -> Inputs:

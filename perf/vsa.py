@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from perf.contest import Contender, Times, admit, time_contenders
+from perf.contest import Contender, Times, admit, clocks_at_work, time_contenders
 from perf.masks import (
     CASES,
     HEAD_DIM,
@@ -37,8 +37,8 @@ from perf.masks import (
 )
 from perf.progress import note, shapes
 from perf.rivals import RIVALS, Ours, Problem, Rival
-from perf.rows import RowWriter, clocks
-from perf.timing import ROTATED_BYTES, occupy
+from perf.rows import RowWriter
+from perf.timing import ROTATED_BYTES
 from sparse_atten.cute_kernels.common.target import product_of
 
 DEVICE = "cuda"
@@ -107,20 +107,17 @@ def measure_case(
     problem = Problem(selection, case.tokens, inputs[0])
     contenders, absent = admit(rivals, problem, inputs, work.valid_tokens)
     times = time_contenders(contenders, arguments.samples)
-    for entry in contenders[:1]:  # its clocks are those of a device at work
-        occupy(lambda: entry.attend(*entry.inputs[0]), times[entry.rival.name].eager_us[0])
     tables = selection.q2k_indices.nbytes + selection.q2k_counts.nbytes
+    memory_bytes = size + inputs[0][0].nbytes + tables  # the output is as large as q
     common = {
         **describe_case(case, work),
         "dtype": arguments.dtype,
         "layout": layout,
         "samples": arguments.samples,
         "inputs": len(inputs),
-        "clocks": clocks(),
+        "clocks": clocks_at_work(contenders, times),
     }
-    rows = [
-        {**common, **timed_row(case, work, entry, times, 2 * size + tables)} for entry in contenders
-    ]
+    rows = [{**common, **timed_row(case, work, entry, times, memory_bytes)} for entry in contenders]
     rows += [{**common, **row} for row in absent]
     return sorted(rows, key=lambda row: row["backend"] != "ours")
 

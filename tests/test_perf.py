@@ -16,6 +16,7 @@ from perf.judge import every_key, judge
 from perf.masks import Case, VideoCase
 from perf.rivals import Problem, UnsupportedError
 from sparse_atten import BlockSelection, sparse_atten_func
+from sparse_atten.cute_kernels.common.target import H200
 
 SMALL = Case((4, 2), 768, 3)
 RAGGED = Case((4, 2), 1000, 3, counts="random", sizes="ragged")
@@ -445,8 +446,9 @@ def clock(monkeypatch):
         monkeypatch.setattr(module, "interleaved", interleaved)
     monkeypatch.setattr(contest, "host_time", lambda call, batch, batches: 12.5)
     monkeypatch.setattr(vsa, "ROTATED_BYTES", 3 << 20)
-    for module in (vsa, video):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(vsa, "DEVICE", "cpu")
+    monkeypatch.setattr(video, "DEVICE", "cpu")
+    for module in (contest, video):
         monkeypatch.setattr(module, "occupy", lambda call, microseconds: None)
     return tick
 
@@ -475,7 +477,8 @@ def options(**changes):
     return SimpleNamespace(**{**fields, "only": "", "quick": True, **changes})
 
 
-def test_a_case_becomes_rows(clock):
+def test_a_case_becomes_rows(clock, monkeypatch):
+    monkeypatch.setattr(vsa, "product_of", lambda device: H200)
     entries = [Ticking("slow", clock, 3), Ticking("ours", clock, 2), ENTRIES[2]]
     found = vsa.measure_case(SMALL, entries, options())
     assert [row["backend"] for row in found] == ["ours", "slow", "wrong"]
@@ -486,6 +489,12 @@ def test_a_case_becomes_rows(clock):
     assert ours["flops"] == ours["tile_flops"] == 4 * 128 * 128 * 128 * 4 * 6 * 3
     assert ours["tflops"] == pytest.approx(ours["flops"] / 200e-6 / 1e12)
     assert ours["host_us"] == 12.5
+    assert ours["clocks"] is None
+    # q and the output have 4 heads, k and v 2; a row of the table holds 3 ids and a count.
+    memory = 2 * 768 * 128 * (4 + 4 + 2 + 2) + 4 * (4 * 6) * (3 + 1)
+    floor = max(memory / 4.8e12, ours["tile_flops"] / 989e12)
+    assert ours["roofline_us"] == pytest.approx(1e6 * floor)
+    assert ours["of_roofline"] == pytest.approx(1e6 * floor / 200)
     assert 0 < ours["max_error"] <= ours["error_budget"]
     assert (ours["case"], ours["density"]) == (SMALL.name, 3 / 6)
     assert wrong["status"] == "wrong"
