@@ -1,7 +1,7 @@
 """Render the README's performance tables from the rows under perf/results.
 
-`python -m perf tables` rewrites what stands between their markers, and the plots in docs/. Where a
-file holds several rows of one case and backend, the last one counts.
+`python -m perf tables` rewrites what stands between their markers, and the plots in docs/. Of
+several rows of a case and backend in vsa.jsonl and video.jsonl the last one counts.
 """
 
 from __future__ import annotations
