@@ -1,7 +1,5 @@
 """The k2q CSR and its schedule on a GPU: device time, host time, growth with edges and rows.
 
-Usage: python perf/csr.py [--cases 4x8192 --repeats 30 ...] >> perf/results/csr.jsonl
-
 Method: one process. Results are first compared with the torch reference, bit for bit. Each call
 then takes the next of several input sets, which together pass the L2 cache; the schedule alone is
 made of one CSR. device_us is the time of one call inside a CUDA graph that holds a call for each
@@ -9,25 +7,24 @@ set; eager_us the same without a graph, by events; host_us the time until the ea
 over 32 calls or more but for the reference. Kernels and the torch reference on the same GPU take
 turns. prepare_read is prepare and every tensor of its result, which are made when first read.
 replay_us is the host time to replay a graph of one call. A call that cannot be captured has no
-graph's times. Figures are medians with the 20th and 80th percentile, in microseconds; one JSON line
-for each case.
+graph's times. Figures are medians with the 20th and 80th percentile, in microseconds; one row for
+each case.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from revision import git_revision
 from tqdm import tqdm
 
-import sparse_atten
+from perf.progress import shapes
+from perf.rows import RowWriter
+from perf.timing import summary, try_capture
 from sparse_atten import PreparedSelection, TokenSelection, prepare
 from sparse_atten.csr import build_k2q_csr, row_bound
 from sparse_atten.csr.reference import k2q_csr_of, key_lengths
@@ -77,25 +74,19 @@ CASES = (
     Case(4, 262144, 1, 262144),
     Case(4, 1048576, 1, 1048576),
 )
+QUICK = CASES[:2]
 
 
-def main() -> None:
-    """Measure the cases and print a row for each."""
-    arguments = parse_arguments()
-    for case in CASES:
-        if any(part in case.name for part in arguments.cases):
-            print(json.dumps(measure_case(case, arguments)), flush=True)
-            torch.cuda.empty_cache()
+def add_arguments(_: argparse.ArgumentParser) -> None:
+    """Add no options: those of all benchmarks are enough."""
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", default=[""], help="parts of names, as 4x8192")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--revision", default=git_revision(), help="the commit, outside a checkout")
-    return parser.parse_args()
+def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
+    """Measure the cases and write a row for each."""
+    cases = QUICK if arguments.quick else CASES
+    for case in shapes(cases, arguments.only):
+        writer.write(measure_case(case, arguments))
+        torch.cuda.empty_cache()
 
 
 def draw(case: Case, generator: torch.Generator) -> torch.Tensor:
@@ -148,7 +139,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> dict[str, object]
         calls["prepare"] = prepared
         calls["prepare_read"] = lambda table: tensors_of(prepared(table))
 
-    found = time_calls(calls, tables, arguments.repeats)
+    found = time_calls(calls, tables, arguments.samples)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -162,15 +153,8 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> dict[str, object]
     )
     return {
         "case": f"csr-{case.name}",
-        "command": "python " + " ".join(sys.argv),
-        "git": arguments.revision,
-        "sparse_atten": sparse_atten.__version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "gpu": torch.cuda.get_device_name(),
-        "seed": arguments.seed,
         "sets": num_sets,
-        "repeats": arguments.repeats,
+        "repeats": arguments.samples,
         "slots": slots,
         "rows": case.heads * case.num_rows,
         "bandwidth_floor_us": floor,
@@ -241,12 +225,12 @@ def time_calls(
     calls: dict[str, Callable[[torch.Tensor], object]], tables: list[torch.Tensor], repeats: int
 ) -> dict[str, dict[str, list[float]]]:
     """Time the calls in turn; microseconds of one call as [median, 20th, 80th percentile]."""
-    graphs = {name: capture(call, tables) for name, call in calls.items()}
-    single = {name: capture(call, tables[:1]) for name, call in calls.items()}
+    graphs = {name: try_capture(call, tables) for name, call in calls.items()}
+    single = {name: try_capture(call, tables[:1]) for name, call in calls.items()}
     samples: dict[str, dict[str, list[float]]] = {
         name: {"device_us": [], "eager_us": [], "host_us": [], "replay_us": []} for name in calls
     }
-    for _ in tqdm(range(repeats), desc="repeats", file=sys.stderr):
+    for _ in tqdm(range(repeats), desc="rounds", file=sys.stderr):
         for name, call in calls.items():
             into = samples[name]
             rounds = 1 if name == "torch_reference" else -(-MOST_SETS // len(tables))
@@ -268,26 +252,6 @@ def time_calls(
     }
 
 
-def capture(
-    call: Callable[[torch.Tensor], object], tables: list[torch.Tensor]
-) -> torch.cuda.CUDAGraph | None:
-    """Capture one call for each table, after two runs of the first; None where that fails."""
-    for _ in range(2):
-        call(tables[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for table in tables:
-                call(table)
-    except RuntimeError as error:
-        print(f"no graph: {error}", file=sys.stderr)
-        return None
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
 def elapsed(work: Callable[[], object], calls: int) -> tuple[float, float]:
     """Time of a call on the device and on the host, in microseconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -301,16 +265,6 @@ def elapsed(work: Callable[[], object], calls: int) -> tuple[float, float]:
     return 1e3 * start.elapsed_time(end) / calls, 1e6 * host / calls
 
 
-def summary(values: list[float]) -> list[float]:
-    """Median and the 20th and 80th percentile."""
-    fifths = statistics.quantiles(values, n=5)
-    return [round(x, 2) for x in (statistics.median(values), fifths[0], fifths[3])]
-
-
 def best(times: dict[str, list[float]]) -> float:
     """Median device time, without a graph where there is none."""
     return times.get("device_us", times["eager_us"])[0]
-
-
-if __name__ == "__main__":
-    main()

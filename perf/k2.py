@@ -1,33 +1,28 @@
 """K2, the merge of partials, on a GPU against a device copy of as many bytes.
 
-Usage: python perf/k2.py [--samples 30] [--sweep] >> perf/results/k2.jsonl
-       compute-sanitizer python perf/k2.py --quick
-
 Method: one process. Each shape is first compared with the torch reference in float64. Then the
 merge and a copy that reads half and writes half of its bytes run in turn, each as a CUDA graph with
 one call for each of a set of inputs larger than the L2 cache, and eagerly over the same inputs,
 host overhead included. Times are for one call, by CUDA events: median, p20 and p80 of the samples,
 microseconds. `bytes` counts what the slots in use, the LSEs, the counts and the output hold;
 `of_copy` is the merge's bandwidth over the copy's. `host_us` is the time to issue one eager call.
-Every row is one JSON line. `--sweep` adds other Configs; `--quick` checks small shapes of every
-kind and times nothing, so that compute-sanitizer can watch.
+`--sweep` adds other Configs; `--check` checks small shapes of every kind and times nothing, so that
+compute-sanitizer can watch.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
-from revision import git_revision
-from timing import capture, host_time, interleaved
 from torch import Tensor
-from tqdm import tqdm
 
-import sparse_atten
+from perf.progress import shapes
+from perf.rows import RowWriter
+from perf.timing import ROTATED_BYTES, capture, host_time, interleaved
 from sparse_atten.cute_kernels import msa_k2
 from sparse_atten.cute_kernels.common.dsl import load_kernel
 from sparse_atten.cute_kernels.common.target import target_of
@@ -36,7 +31,6 @@ from sparse_atten.cute_kernels.msa_k2_arguments import Arguments, arguments_of
 from sparse_atten.msa import merge_partials
 
 HEAD_DIM = 128
-ROTATED_BYTES = 512 << 20  # inputs of one graph together, several times the L2 cache
 CHECKED_BYTES = 256 << 20  # of partials that are compared at a time
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 2**-24}
@@ -87,7 +81,8 @@ CASES = (
     Case(8192, partial="fp16", out="fp16"),
     Case(4096, partial="fp32"),
 )
-QUICK = (
+QUICK = (CASES[3], CASES[2])
+SMALL = (
     Case(37, full=False),
     Case(19, (9, 3), 21, full=False, temperature=True),
     Case(50, (16, 1), 8, full=False, partial="fp16", out="fp16"),
@@ -113,34 +108,24 @@ class Merge:
         return arguments_of(o_partial, lse_partial, self.counts, out, **more)
 
 
-def main() -> None:
-    """Check and measure the shapes, and print a row for each contender."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--revision", default=git_revision(), help="the commit, outside a checkout")
-    parser.add_argument("--only", default="", help="part of the names of the shapes to run")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--sweep", action="store_true", help="try other Configs")
-    parser.add_argument("--quick", action="store_true", help="check small shapes, time nothing")
-    arguments = parser.parse_args()
+    parser.add_argument("--check", action="store_true", help="check small shapes, time nothing")
+
+
+def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
+    """Check and measure the shapes, and write a row for each contender."""
     generator = torch.Generator("cuda").manual_seed(arguments.seed)
-    if arguments.quick:
-        for case in QUICK:
+    if arguments.check:
+        for case in SMALL:
             check(case, draw(case, generator), case.config)
             print(f"{case.name}: equal", file=sys.stderr)
         return
-    common = {
-        "command": "python " + " ".join(sys.argv),
-        "git": arguments.revision,
-        "sparse_atten": sparse_atten.__version__,
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(),
-        "seed": arguments.seed,
-    }
-    cases = [case for case in CASES if arguments.only in case.name]
-    for case in tqdm(cases, desc="shapes", file=sys.stderr):
+    cases = QUICK if arguments.quick else CASES
+    for case in shapes(cases, arguments.only):
         for row in measure_case(case, arguments, generator):
-            print(json.dumps({**common, **row}), flush=True)
+            writer.write(row)
         torch.cuda.empty_cache()
 
 
@@ -255,7 +240,3 @@ def measure_case(
             row["host_us"] = host_time(lambda: ours(first))
         rows.append(row)
     return rows
-
-
-if __name__ == "__main__":
-    main()

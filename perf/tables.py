@@ -1,31 +1,118 @@
 """Render the README's performance tables from the rows under perf/results.
 
-Usage: python perf/tables.py          rewrites the tables between their markers in README.md
+`python -m perf tables` rewrites what stands between their markers, and the plots in docs/. Of
+several rows of a case and backend in vsa.jsonl and video.jsonl the last one counts.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
+
+from perf.masks import CASES
+from perf.plots import PLOT, draw, has_curves
+from perf.rows import read_rows
+from perf.video import GATED, WHOLE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "perf" / "results"
+RIVALS = {
+    "fa4-sparse": "FA4 128x128",
+    "cudnn-fixed": "cuDNN BSA, one count",
+    "cudnn-counts": "cuDNN BSA, a count a row",
+    "flex": "FlexAttention",
+    "fa4-dense": "FA4 dense",
+    "sdpa": "torch SDPA dense",
+}
+
+Row = dict[str, Any]
 
 
 def main() -> None:
-    """Rewrite the README."""
+    """Rewrite the README, and draw the plots that there are rows for."""
     path = ROOT / "README.md"
     path.write_text(render(path.read_text()))
+    rows = list(latest(_read("vsa.jsonl")).values())
+    if has_curves(rows):
+        draw(rows, ROOT / PLOT)
 
 
 def render(text: str) -> str:
     """Replace what stands between the markers of each table."""
-    tables = {"topk": topk_table(), "csr": csr_table(), "k1": k1_table(), "k2": k2_table()}
+    tables = {
+        "vsa": vsa_tables(_read("vsa.jsonl")),
+        "video": video_table(_read("video.jsonl")),
+        "topk": topk_table(),
+        "csr": csr_table(),
+        "k1": k1_table(),
+        "k2": k2_table(),
+    }
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
         before, rest = text.split(begin)
         text = before + begin + "\n".join(table) + "\n" + end + rest.split(end)[1]
     return text
+
+
+def latest(rows: list[Row]) -> dict[tuple[str, str], Row]:
+    """Return the last row of each (case, backend)."""
+    return {(row["case"], row["backend"]): row for row in rows}
+
+
+def vsa_tables(rows: list[Row]) -> list[str]:
+    """Kernel times under graphs, then with host overhead: one line for each shape and mask."""
+    found = latest(rows)
+    names = [case.name for case in CASES if any(case.name == name for name, _ in found)]
+    if not names:
+        return ["Not measured yet: `python -m perf vsa --sweep --out perf/results/vsa.jsonl`."]
+    lines = [f"![TFLOP/s and speed-up of every contender]({PLOT})", ""] * has_curves(rows)
+    for kind, title in (("graph", "in graphs"), ("eager", "with host overhead")):
+        columns = [f"{title}: heads x tokens, kept blocks, mask", "ours", *RIVALS.values()]
+        lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for name in names:
+            cells = [_vsa_cell(found.get((name, key)), kind) for key in ("ours", *RIVALS)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
+    return lines[:-1]
+
+
+def _vsa_cell(row: Row | None, kind: str) -> str:
+    """Time, rate, and how many times as fast ours is; or why there is none."""
+    if row is None:
+        return "-"
+    if row["status"] != "ok":
+        return row["status"]
+    times = row[f"{kind}_us"]
+    if times is None:
+        return "no graph"
+    parts = [f"{times[0] / 1e3:,.3f} ms", f"{row['flops'] / times[0] / 1e6:,.0f} TF"]
+    if row["backend"] != "ours" and f"{kind}_ratio" in row:
+        parts.append(f"{row[f'{kind}_ratio']:.2f}x")
+    return ", ".join(parts)
+
+
+def video_table(rows: list[Row]) -> list[str]:
+    """One line for each sparsity: the whole call, its stages, dense attention."""
+    cases: dict[str, dict[str, Row]] = {}
+    for (case, backend), row in latest(rows).items():
+        if row["status"] == "ok" and "graph_us" in row:
+            cases.setdefault(case, {})[backend] = row
+    if not cases:
+        return ["Not measured yet: `python -m perf video --out perf/results/video.jsonl`."]
+    stages = ("pack", "pool", "scores", "route", "attention", "unpack", "coarse branch", "gate")
+    dense = ("fa4-dense", "fa4-dense padded", "sdpa", "sdpa padded")
+    columns = ["heads x video, sparsity", "whole call", "with a gate", *stages, *dense]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for case, found in cases.items():
+        cells = [case] + [
+            f"{found[key]['graph_us'][0] / 1e3:,.2f} ms"
+            + (f", {found[key]['graph_ratio']:.2f}x" if key in dense else "")
+            if key in found
+            else "-"
+            for key in (WHOLE, GATED, *stages, *dense)
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def topk_table() -> list[str]:
@@ -116,9 +203,5 @@ def k2_table() -> list[str]:
     return lines
 
 
-def _read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
-
-
-if __name__ == "__main__":
-    main()
+def _read(name: str) -> list[Row]:
+    return read_rows(RESULTS / name)

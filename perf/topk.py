@@ -1,7 +1,5 @@
 """block_topk on a GPU against torch.topk and the time to read the scores once.
 
-Usage: python perf/topk.py [--samples 30] [--sweep] >> perf/results/topk.jsonl
-
 Method: one process. Each shape is first compared with the torch reference, bit for bit. Then the
 contenders run in turn, in two ways: as a CUDA graph that calls a contender once for each of a set
 of inputs larger than the L2 cache, and eagerly over the same inputs, host overhead included. Times
@@ -18,22 +16,19 @@ ids not sorted. `--sweep` adds the other ways to spread a row over threads.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from revision import git_revision
-from timing import capture, host_time, interleaved
-from tqdm import tqdm
 
-import sparse_atten
+from perf.progress import shapes
+from perf.rivals import not_installed
+from perf.rows import RowWriter
+from perf.timing import ROTATED_BYTES, capture, host_time, interleaved
 from sparse_atten.topk import block_topk, plan
 from sparse_atten.topk.reference import check_request, largest_blocks
 
-ROTATED_BYTES = 512 << 20  # inputs of one graph together, several times the L2 cache
 SWEEP = ((4, 16), (8, 16), (8, 32), (16, 16), (16, 32), (32, 8), (32, 24), (32, 32))
 SWEEP_THREADS = (64, 128, 256)  # of a thread block, for rows; for columns one shape has one number
 
@@ -60,37 +55,28 @@ CASES = (
     Case("long-1x1048576-k512", (1, 1 << 20), -1, 512),
     Case("msa-4x8192x2048-k16", (4, 8192, 2048), 1, 16),
 )
+QUICK = (CASES[2], CASES[3])
 
 
-def main() -> None:
-    """Measure all shapes and print a row for each contender."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--revision", default=git_revision(), help="the commit, outside a checkout")
-    parser.add_argument("--only", default="", help="part of the names of the shapes to run")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--sweep", action="store_true", help="try other configs of short rows")
-    arguments = parser.parse_args()
-    torch.manual_seed(arguments.seed)
+
+
+def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
+    """Measure the shapes and write a row for each contender."""
     bandwidth = copy_bandwidth()
-    common = {
-        "command": "python " + " ".join(sys.argv),
-        "git": arguments.revision,
-        "sparse_atten": sparse_atten.__version__,
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(),
-        "seed": arguments.seed,
-        "copy_bandwidth": bandwidth,
-    }
-    if missing("flashinfer"):
-        print("not measured: flashinfer.top_k (flashinfer-python is missing)", file=sys.stderr)
-    cases = [case for case in CASES if arguments.only in case.name]
-    for case in tqdm(cases, desc="shapes", file=sys.stderr):
+    absent = not_installed("flashinfer", "flashinfer-python")
+    if absent:
+        print(f"not measured: flashinfer.top_k ({absent})", file=sys.stderr)
+    cases = QUICK if arguments.quick else CASES
+    for case in shapes(cases, arguments.only):
         for row in measure_case(case, arguments.samples, sweep=arguments.sweep):
             floor_us = 1e6 * row["score_bytes"] / bandwidth
             ratio = row["graph_us"][0] / floor_us
-            print(json.dumps({**common, **row, "floor_us": floor_us, "of_floor": ratio}))
-            sys.stdout.flush()
+            writer.write(
+                {"copy_bandwidth": bandwidth, **row, "floor_us": floor_us, "of_floor": ratio}
+            )
 
 
 def measure_case(case: Case, samples: int, *, sweep: bool) -> list[dict]:
@@ -105,7 +91,7 @@ def measure_case(case: Case, samples: int, *, sweep: bool) -> list[dict]:
     if not case.causal:
         contenders["torch.topk"] = lambda x: x.topk(case.k, dim=case.dim)
         contenders["torch.topk+sort"] = lambda x: x.topk(case.k, dim=case.dim)[1].sort(case.dim)
-    if case.dim == -1 and not missing("flashinfer"):
+    if case.dim == -1 and not_installed("flashinfer", "flashinfer-python") is None:
         import flashinfer
 
         contenders["flashinfer.top_k"] = lambda x: flashinfer.top_k(x, case.k)
@@ -134,11 +120,6 @@ def measure_case(case: Case, samples: int, *, sweep: bool) -> list[dict]:
             row["replay_host_us"] = host_time(capture(contenders[name], inputs[:1]).replay)
         rows.append(row)
     return rows
-
-
-def missing(package: str) -> bool:
-    """Whether a rival's package is not installed."""
-    return importlib.util.find_spec(package) is None
 
 
 def causal_options(case: Case) -> dict:
@@ -193,7 +174,3 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     times = interleaved({"copy": lambda: target.copy_(source)}, 10)
     return 2 * source.nbytes / (1e-6 * times["copy"][0])
-
-
-if __name__ == "__main__":
-    main()

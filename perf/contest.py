@@ -1,0 +1,140 @@
+"""One problem, several contenders: each is checked, then all are timed in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from perf.judge import every_key, judge
+from perf.masks import Inputs
+from perf.rivals import Attend, Problem, Rival, UnsupportedError
+from perf.rows import clocks
+from perf.timing import host_time, interleaved, occupy, try_capture
+
+HOST_BUDGET_US = 40e3  # device time of the calls whose issue is timed at once
+
+
+class Contender(NamedTuple):
+    """A rival that gave the right answer, ready to be timed."""
+
+    rival: Rival
+    attend: Attend
+    inputs: list[Inputs]
+    max_error: float
+    budget: float
+
+
+class Times(NamedTuple):
+    """Microseconds of a call as [median, p20, p80]; `host_us` to issue one."""
+
+    graph_us: list[float] | None
+    eager_us: list[float]
+    host_us: float
+
+
+def admit(
+    rivals: Sequence[Rival], problem: Problem, inputs: list[Inputs], dense_tokens: int
+) -> tuple[list[Contender], list[dict[str, Any]]]:
+    """Prepare and check each rival.
+
+    Parameters
+    ----------
+    rivals : sequence of Rival
+    problem : Problem
+    inputs : list of (q, k, v)
+        Sets of the same shapes; the first is the one checked.
+    dense_tokens : int
+        Dense rivals attend over the first so many tokens: no padding counts against them.
+
+    Returns
+    -------
+    contenders, rows
+        A row for each rival that is not timed: "backend", "status" ("missing", "unsupported",
+        "wrong" or "failed") and "reason".
+    """
+    contenders, rows = [], []
+    for rival in rivals:
+        sets, selection = inputs, problem.selection
+        if rival.dense:
+            sets = [shortened(x, dense_tokens, selection.layout) for x in inputs]
+            selection = every_key(sets[0][0], layout=selection.layout)
+        own = Problem(selection, dense_tokens if rival.dense else problem.tokens, sets[0])
+        found = _admit_one(rival, own, sets)
+        if isinstance(found, Contender):
+            contenders.append(found)
+        else:
+            rows.append({"backend": rival.name, "status": found[0], "reason": found[1]})
+    return contenders, rows
+
+
+def _admit_one(rival: Rival, problem: Problem, inputs: list[Inputs]) -> Contender | tuple[str, str]:
+    """Return a contender, or a status and its reason."""
+    reason = rival.missing()
+    if reason is not None:
+        return "missing", reason
+    try:
+        attend = rival.prepare(problem)
+        verdict = judge(attend(*inputs[0]), inputs[0], problem.selection)
+    except UnsupportedError as error:
+        return "unsupported", str(error)
+    # Whatever a foreign package does must not end the measurement of the others.
+    except Exception as error:
+        return "failed", first_line(error)
+    if not verdict.right:
+        return "wrong", f"error {verdict.max_error:.3g} over the budget {verdict.budget:.3g}"
+    return Contender(rival, attend, inputs, verdict.max_error, verdict.budget)
+
+
+def time_contenders(contenders: Sequence[Contender], samples: int) -> dict[str, Times]:
+    """Time all in turn: as graphs over all inputs, and eagerly, one call from an idle GPU each."""
+    graphs: dict[str, Callable[[], object]] = {}
+    eager: dict[str, Callable[[], object]] = {}
+    for entry in contenders:
+        name = entry.rival.name
+        call = _spread(entry.attend)
+        turns = cycle(entry.inputs)
+        eager[name] = lambda call=call, turns=turns: call(next(turns))
+        graph = try_capture(call, entry.inputs)
+        if graph is not None:
+            graphs[name] = graph.replay
+    graph_times, eager_times = interleaved(graphs, samples), interleaved(eager, samples)
+    times = {}
+    for entry in contenders:
+        name, count = entry.rival.name, len(entry.inputs)
+        found = graph_times.get(name)
+        batch = int(max(1, min(50, HOST_BUDGET_US / eager_times[name][0])))
+        times[name] = Times(
+            None if found is None else [t / count for t in found],
+            eager_times[name],
+            host_time(eager[name], batch, 10),
+        )
+    return times
+
+
+def clocks_at_work(
+    contenders: Sequence[Contender], times: dict[str, Times]
+) -> dict[str, float] | None:
+    """Read the clocks while the device runs the first contender."""
+    for rival, attend, inputs, *_ in contenders[:1]:
+        occupy(partial(attend, *inputs[0]), times[rival.name].eager_us[0])
+    return clocks()
+
+
+def shortened(inputs: Inputs, tokens: int, layout: str) -> Inputs:
+    """Views of the first tokens."""
+    dim = 2 if layout == "bhsd" else 1
+    q, k, v = (x.narrow(dim, 0, tokens) for x in inputs)
+    return q, k, v
+
+
+def first_line(error: BaseException) -> str:
+    """Class and first line of an error, at most 300 characters."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
+
+
+def _spread(attend: Attend) -> Callable[[Inputs], Tensor]:
+    return lambda inputs: attend(*inputs)
