@@ -1,4 +1,4 @@
-"""What the VSA kernels are compiled with: their TMA descriptors, and values in place of a call's."""
+"""What the VSA kernels are compiled with: TMA descriptors, and values in place of a call's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_maps(
 
 
 def host_values(dtype: type) -> tuple:
-    """Return what a kernel's host function is compiled with: operands, tables, strides, grid, stream."""
+    """Return what a host function is compiled with: operands, tables, strides, grid, stream."""
 
     def pointer(kind: type, align: int) -> Any:
         return make_ptr(kind, 0, cute.AddressSpace.gmem, assumed_align=align)

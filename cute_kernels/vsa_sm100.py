@@ -666,7 +666,9 @@ class VsaForwardSm100(PersistentKernel):
 
 def compile_kernel(config: Config, options: str = "") -> Any:
     """Compile for the architecture that CuTe-DSL was imported for."""
-    return cute.compile(VsaForwardSm100(config), *host_values(DTYPES[config.dtype]), options=options)
+    return cute.compile(
+        VsaForwardSm100(config), *host_values(DTYPES[config.dtype]), options=options
+    )
 
 
 def compile_offline(config: Config, target: Target) -> offline.Compiled:

@@ -157,12 +157,12 @@ class Pair(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """A warpgroup's operands in registers."""
+    """A warpgroup's operands in registers: tensors whose elements are values of the DSL."""
 
-    q: cute.Tensor
-    s: cute.Tensor  # scores, then P before it is rounded
-    p: cute.Tensor
-    o: cute.Tensor
+    q: Any
+    s: Any  # scores, then P before it is rounded
+    p: Any
+    o: Any
 
 
 class Pending(NamedTuple):
@@ -184,7 +184,7 @@ class VsaForwardSm90(PersistentKernel):
         self.has_sizes = (config.kv_sizes, config.q_sizes)
 
     @cute.jit
-    def __call__(
+    def __call__(  # noqa: PLR0917
         self,
         operands: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
         tables: Tables,
@@ -259,7 +259,7 @@ class VsaForwardSm90(PersistentKernel):
     @cute.jit
     def draw(self, tables: Tables, queue: cute.Pointer) -> Int32:
         """Draw the number of this CTA's next item (lane 0 has it); the last draw resets."""
-        number = Int32(0)
+        number: Any = Int32(0)
         if cute.arch.lane_idx() == 0:
             number = cute.arch.atomic_add(queue, Int32(1), sem="relaxed", scope="gpu")
             if number == self.num_items(tables) - 1:
@@ -502,7 +502,8 @@ class VsaForwardSm90(PersistentKernel):
             new_m, alpha = self.grow(pair[r], best * env.tables.scale_log2)
             alphas.append(alpha)
             m.append(new_m)
-        return Pair(*m, pair.l0 * alphas[0], pair.l1 * alphas[1]), alphas[0], alphas[1]
+        grown = Pair(m[0], m[1], pair.l0 * alphas[0], pair.l1 * alphas[1])
+        return grown, alphas[0], alphas[1]
 
     def columns(self, r: int) -> list[int]:
         """List this thread's elements of its row r of an accumulator."""
@@ -548,7 +549,6 @@ class VsaForwardSm90(PersistentKernel):
         """O / l, rounded, into Q's place; padding rows become 0; the LSE to global memory."""
         o = fragments.o
         item = self.item_at(env, stream.rows)
-        lane = cute.arch.lane_idx()
         first = self.first_row(group)
         totals, factors, keeps = [], [], []
         for r in range_constexpr(2):
@@ -572,9 +572,8 @@ class VsaForwardSm90(PersistentKernel):
             ptx.smem_store_matrices(*self.matrix_address(env, group, stream, n), words)
         self.publish_out(env, stream)
         if const_expr(self.config.return_lse):
-            if lane & 3 == 0:
-                for r in range_constexpr(2):
-                    self.store_lse(env, item, first + 8 * r, pair[r], totals[r])
+            for r in range_constexpr(2):
+                self.store_lse(env, item, first + 8 * r, pair[r], totals[r])
 
     @cute.jit
     def reciprocal(self, total: Float32) -> Float32:
@@ -589,9 +588,7 @@ class VsaForwardSm90(PersistentKernel):
         warp = cute.arch.warp_idx() & 3
         return group * ROWS + warp * 16 + (cute.arch.lane_idx() >> 2)
 
-    def matrix_address(
-        self, env: Env, group: Int32, stream: Stream, n: int
-    ) -> tuple[Int32, int]:
+    def matrix_address(self, env: Env, group: Int32, stream: Stream, n: int) -> tuple[Int32, int]:
         """Return where this lane's row of four 8 x 8 matrices lies, under the 128-byte swizzle."""
         lane = cute.arch.lane_idx()
         row = group * ROWS + (cute.arch.warp_idx() & 3) * 16 + (lane & 15)
@@ -610,13 +607,11 @@ class VsaForwardSm90(PersistentKernel):
             self.arrive(env, "out_full", 0, slot)
 
     @cute.jit
-    def store_lse(
-        self, env: Env, item: Item, row: Int32, m_log2: Float32, total: Float32
-    ) -> None:
-        """Write a row's LSE, -inf where no key was seen or the row is padding."""
+    def store_lse(self, env: Env, item: Item, row: Int32, m_log2: Float32, total: Float32) -> None:
+        """Write a row's LSE, -inf where no key was seen or the row is padding. One of four lanes."""
         tables = env.tables
         query = item.q_block * TILE + row
-        if query < tables.num_queries:
+        if (query < tables.num_queries) & (cute.arch.lane_idx() & 3 == 0):
             lse = (m_log2 + ptx.log2(total)) * math.log(2.0)
             seen = total != 0.0
             if const_expr(self.config.q_sizes):

@@ -25,6 +25,7 @@ from perf.rows import RowWriter
 from perf.timing import ROTATED_BYTES, capture, host_time, interleaved
 from sparse_atten.cute_kernels import msa_k2
 from sparse_atten.cute_kernels.common.dsl import load_kernel
+from sparse_atten.cute_kernels.common.planned import PlannedLaunch
 from sparse_atten.cute_kernels.common.target import target_of
 from sparse_atten.cute_kernels.msa_k2 import Config
 from sparse_atten.cute_kernels.msa_k2_arguments import Arguments, arguments_of
@@ -157,11 +158,10 @@ def draw(case: Case, generator: torch.Generator) -> Merge:
 def launcher(config: Config):
     """Return what merges on the current stream."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
-    kernel = load_kernel(msa_k2.__name__, config, target)
+    kernel = load_kernel(msa_k2.__name__, config, target, torch.device("cuda"))
 
     def call(merge: Merge) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        msa_k2.launch(kernel, config, target, merge.arguments, stream=stream)
+        PlannedLaunch(kernel, msa_k2.launch_plan(config, target, merge.arguments))()
 
     return call
 

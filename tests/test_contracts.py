@@ -168,7 +168,11 @@ BLOCK_REFUSALS = [
     ({"dense_rows": -1}, ValueError, "dense_rows must be at least 0, got -1"),
     ({"dense_rows": 4}, ValueError, "dense_rows must be at most the 3 query blocks, got 4"),
     ({"dense_rows": True}, TypeError, "dense_rows must be an int, got bool True"),
-    ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'sm100', 'reference', got"),
+    (
+        {"backend": "cuda"},
+        ValueError,
+        "backend must be one of 'auto', 'sm100', 'sm90', 'reference'",
+    ),
     # values of CPU tensors
     (
         {"q2k_counts": torch.full((1, 4, 3), 3, dtype=I32)},

@@ -125,6 +125,6 @@ def test_unknown_names_are_listed():
     (q, k, v), selection, _ = BLOCK["random-counts"].build()
     problem = validate(q, k, v, selection, Options())
     with pytest.raises(
-        ValueError, match="backend must be one of 'auto', 'sm100', 'reference', got 'sm999'"
+        ValueError, match="backend must be one of 'auto', 'sm100', 'sm90', 'reference', got 'sm999'"
     ):
         choose(problem, "sm999")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from importlib import import_module
 
 import emulation
 import pytest
@@ -20,12 +21,12 @@ from sparse_atten import (
     preload,
     preparation,
     prepare,
-    sm100,
     sparse_atten_func,
 )
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.msa import device, minimax_sparse_attention, partial_attention
 from sparse_atten.reference import Result
+from sparse_atten.vsa import device as vsa_device
 
 CASE = TokenCase(
     "sm100",
@@ -53,11 +54,12 @@ def blackwell(monkeypatch):
     """CPU tensors count as those of a B200, and launches go to the emulator."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
     target = Target("sm_100a", 4)
-    for module in (contracts, preparation, sm100):
+    for module in (contracts, preparation, vsa_device):
         monkeypatch.setattr(module, "target_of", lambda _: target)
     launches = []
 
-    def launch(name, module, config, x, arguments):
+    def launch(name, config, x, arguments):
+        module = import_module(name)
         plan = module.launch_plan(config, target, arguments)
         compiled = module.compile_offline(config, target)
         emulation.run(compiled.ptx, plan, seed=len(launches))
@@ -300,11 +302,11 @@ def test_preload_makes_both_kernels_ready(monkeypatch):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     (q, k, v), selection, _ = CASE.build()
     loaded = []
-    for module in (contracts, sm100):
+    for module in (contracts, vsa_device):
         monkeypatch.setattr(module, "target_of", lambda _: Target("sm_103a", 4))
     monkeypatch.setattr(device, "load_kernel", lambda *key: loaded.append(key))
     assert preload(q, k, v, selection, causal=True, lse_temperature=0.5) == "sm100"
-    (k1, _, _), (k2, config, target) = loaded
+    (k1, *_), (k2, config, target, _) = loaded
     assert k1 == "sparse_atten.cute_kernels.msa_k1_sm100"
     assert k2 == "sparse_atten.cute_kernels.msa_k2"
     assert (config.partial, config.out, config.temperature) == ("bf16", "bf16", True)

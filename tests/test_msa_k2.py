@@ -23,6 +23,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the k
 
 from sparse_atten.cute_kernels import msa_k2
 from sparse_atten.cute_kernels.common.dsl import load_kernel
+from sparse_atten.cute_kernels.common.planned import PlannedLaunch
 from sparse_atten.cute_kernels.common.target import Target, target_of
 from sparse_atten.cute_kernels.msa_k2 import Config
 from sparse_atten.cute_kernels.msa_k2_arguments import arguments_of
@@ -328,8 +329,8 @@ def launched(case: Case) -> tuple[Merge, dict[str, Tensor | None]]:
     merge = make_merge(case, device="cuda")
     outputs = merge.outputs()
     target = target_of(merge.o_partial.device)
-    kernel = load_kernel(msa_k2.__name__, case.config, target)
-    stream = torch.cuda.current_stream().cuda_stream
-    msa_k2.launch(kernel, case.config, target, arguments(merge, outputs), stream=stream)
+    kernel = load_kernel(msa_k2.__name__, case.config, target, merge.o_partial.device)
+    plan = msa_k2.launch_plan(case.config, target, arguments(merge, outputs))
+    PlannedLaunch(kernel, plan)()
     torch.cuda.synchronize()
     return merge, outputs

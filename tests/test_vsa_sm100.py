@@ -25,13 +25,14 @@ from sparse_atten.contracts import BlockSelection
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
 
-from sparse_atten.cute_kernels import vsa_sm100
+from sparse_atten.cute_kernels import vsa_sm90, vsa_sm100
 from sparse_atten.cute_kernels.common.launch import TensorMap
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.vsa_arguments import arguments_of
 
 BLOCK, HEAD_DIM = 128, 128
 TARGET = Target("sm_100a")
+MMAS = {vsa_sm100: 16, vsa_sm90: 32}  # of a tile; on Hopper each takes 64 rows
 FULL = vsa_sm100.Config(return_lse=True, kv_sizes=True, q_sizes=True)
 CONFIGS = {
     "plain": vsa_sm100.Config(),
@@ -364,17 +365,23 @@ def prepared(case: Case) -> tuple[Call, torch.Tensor, torch.Tensor, float, int]:
 
 
 def check(case: Case, schedules: list[dict[str, int]], ptx: str | None = None) -> None:
-    """Run a case in every schedule and residency; compare with the oracle and among themselves.
+    """Run a case in every schedule and residency, on the text of its Config or on another."""
+    config, target = CONFIGS[case.config], Target("sm_100a", case.num_sms)
+    run_case(case, schedules, ptx or compiled(case.config).ptx, (vsa_sm100, config, target))
 
-    `ptx` replaces the text of the case's Config.
+
+def run_case(case: Case, schedules: list[dict[str, int]], ptx: str, kernel: tuple) -> None:
+    """Compare every schedule and residency with the oracle and among themselves.
+
+    `kernel` is a module, a Config, and the target of the launch.
     """
+    module, config, target = kernel
     call, exact, exact_lse, allowed, tiles = prepared(case)
-    config = CONFIGS[case.config]
-    ptx = ptx or compiled(case.config).ptx
     patterns = set()
     for resident, schedule in itertools.product(case.residents, schedules):
         out = torch.full_like(call.q, math.nan)
         lse = torch.full(call.q.shape[:3], math.nan)
+        queue = torch.zeros(1, dtype=torch.int32)
         arguments = arguments_of(
             call.q,
             call.k,
@@ -383,11 +390,14 @@ def check(case: Case, schedules: list[dict[str, int]], ptx: str | None = None) -
             call.selection,
             softmax_scale=call.softmax_scale,
             lse=lse if config.return_lse else None,
+            queue=queue,
         )
-        plan = vsa_sm100.launch_plan(config, Target("sm_100a", case.num_sms), arguments)
-        stats = emulation.run(ptx, plan, resident=resident, **schedule)
+        stats = emulation.run(
+            ptx, module.launch_plan(config, target, arguments), resident=resident, **schedule
+        )
         assert stats["warnings"] == []
-        assert stats["mma"] == 16 * tiles, "a step was issued for nothing, or left out"
+        assert stats["mma"] == MMAS[module] * tiles, "a step was issued for nothing, or left out"
+        assert queue == 0, "the counter of work items was left behind"
         assert not out.isnan().any(), f"{int(out.isnan().sum())} values are NaN or were not written"
         error = (out.double() - exact).abs()
         worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))

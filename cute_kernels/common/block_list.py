@@ -78,9 +78,7 @@ def q_size(tables: Tables, q_block: Int32) -> Int32:
 
 
 @cute.jit
-def open_row(
-    tables: Tables, item: Any, q_block: Int32, has_sizes: cutlass.Constexpr
-) -> Row:
+def open_row(tables: Tables, item: Any, q_block: Int32, has_sizes: cutlass.Constexpr) -> Row:
     """Read how many entries the list of a Q block of the item's head has, and its first window.
 
     `has_sizes` says which tables of sizes exist: of KV blocks, of Q blocks.

@@ -13,9 +13,10 @@ import importlib
 import importlib.metadata
 import tempfile
 import threading
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,7 +37,8 @@ _loaded: dict[tuple[str, Any, int], Function] = {}
 _lock = threading.Lock()
 
 
-class Function(NamedTuple):
+@dataclass(frozen=True)
+class Function:
     """A compiled kernel, loaded on a device.
 
     Attributes

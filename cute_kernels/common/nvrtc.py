@@ -344,6 +344,7 @@ def current(context: Any) -> Iterator[None]:
 
 
 def device_index(device: torch.device | str | int) -> int:
+    """Return the index of a CUDA device, the current one where none is named."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {found}")

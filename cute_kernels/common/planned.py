@@ -65,24 +65,19 @@ class PlannedLaunch:
         for i, (place, value) in enumerate(zip(self._places, self._plan.parameters, strict=True)):
             if isinstance(value, Address):
                 struct.pack_into("P", self._image, place, value.of(bases))
-            elif isinstance(value, TensorMap) and (i not in self._maps or is_open(value)):
-                self._write_map(i, place, value, bases)
+            elif isinstance(value, TensorMap):
+                self._write_map(i, place, value.bind(bases))
 
-    def _write_map(self, i: int, place: int, value: TensorMap, bases: Sequence[int]) -> None:
+    def _write_map(self, i: int, place: int, value: TensorMap) -> None:
         from cuda.bindings import driver
 
         if i in self._maps:
-            address = value.address.of(bases)
-            checked(driver.cuTensorMapReplaceAddress(self._maps[i], address), "a TMA descriptor")
+            moved = driver.cuTensorMapReplaceAddress(self._maps[i], value.address)
+            checked(moved, "a TMA descriptor")
         else:
-            self._maps[i] = _encoded(value.bind(bases))
+            self._maps[i] = _encoded(value)
         start = ctypes.addressof(self._image) + place
         ctypes.memmove(start, self._maps[i].getPtr(), _MAP_BYTES)
-
-
-def is_open(value: TensorMap) -> bool:
-    """Whether the address is one that a call gives."""
-    return isinstance(value.address, Address)
 
 
 def _lay_out(sizes: Sequence[int], values: Sequence[Any]) -> tuple[Any, list[int]]:

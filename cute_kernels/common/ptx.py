@@ -164,7 +164,7 @@ def smem_store_matrices(address: Int32, offset: int, words: list) -> None:
 
 
 def smem_load_matrices(address: Int32, offset: int) -> tuple:
-    """Read four 8 x 8 matrices of 16-bit elements from shared memory (PTX ISA, ldmatrix). A warp."""
+    """Read four 8 x 8 matrices of 16-bit elements of shared memory (PTX ISA, ldmatrix). A warp."""
     return inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 "
         f"{{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{offset}];",
