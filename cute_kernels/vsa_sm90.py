@@ -608,7 +608,7 @@ class VsaForwardSm90(PersistentKernel):
 
     @cute.jit
     def store_lse(self, env: Env, item: Item, row: Int32, m_log2: Float32, total: Float32) -> None:
-        """Write a row's LSE, -inf where no key was seen or the row is padding. One of four lanes."""
+        """Write a row's LSE, -inf where no key was seen or the row is padding; one of four lanes."""
         tables = env.tables
         query = item.q_block * TILE + row
         if (query < tables.num_queries) & (cute.arch.lane_idx() & 3 == 0):
