@@ -105,7 +105,7 @@ def _encoded(value: TensorMap) -> Any:
     from cuda.bindings import driver
 
     dtypes = {"bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOAT32"}
-    kind = driver.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{dtypes[value.dtype]}"]
+    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtypes[value.dtype]}")
     return checked(
         driver.cuTensorMapEncodeTiled(
             kind,
