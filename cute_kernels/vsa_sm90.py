@@ -9,7 +9,8 @@ dropped, counts are clamped to 0..K, sizes to the rest of the tensor. An empty r
 never loaded: its bits cannot reach an output.
 
 Grid. A work item is a Q block of one head. A CTA starts with the item of its own number and draws
-the next ones from a counter in global memory; who draws the last number sets it back to 0.
+the next ones from a counter in global memory; who draws the last number sets it back to 0. The
+last items are taken longest list first, so that no CTA begins a long one when the others are done.
 
 Protocol. The load warp alone decides what is dropped, and publishes a word for each round; the
 consumers run from these words. A round is one KV block. Rounds of different items follow one
@@ -49,13 +50,29 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_ptr
 
-from sparse_atten.cute_kernels.common import block_list, offline, persistent, ptx, softmax, tiles
+from sparse_atten.cute_kernels.common import (
+    block_list,
+    offline,
+    persistent,
+    ptx,
+    softmax,
+    tiles,
+    work_queue,
+)
 from sparse_atten.cute_kernels.common.block_list import KEYS, Row, Tables
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
-from sparse_atten.cute_kernels.common.persistent import Env, PersistentKernel, Stream
-from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, once, warps
+from sparse_atten.cute_kernels.common.persistent import Env, Stream
+from sparse_atten.cute_kernels.common.schedule import (
+    Barrier,
+    Region,
+    Role,
+    Schedule,
+    once,
+    warps,
+)
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.common.tiles import HALF_BYTES, TILE_BYTES, Ring
+from sparse_atten.cute_kernels.common.work_queue import Item, QueueKernel
 from sparse_atten.cute_kernels.vsa_arguments import BLOCK, HEAD_DIM, Arguments
 from sparse_atten.cute_kernels.vsa_host import host_values, make_maps
 
@@ -73,7 +90,7 @@ SCHEDULE = Schedule(
         Role("consumer1", 4, 4, 232),
         Role("load", 8, 1, 40),
         Role("store", 9, 1, 40),
-        Role("idle", 10, 2, 40),
+        Role("order", 10, 2, 40),
     ),
     barriers=(
         persistent.round_barrier(CONSUMERS),
@@ -81,6 +98,7 @@ SCHEDULE = Schedule(
         Barrier("q_empty", Q_SLOTS, once("store"), ("load",), "the output has left Q's place"),
         Barrier("kv_full", KV_SLOTS, once("load"), CONSUMERS, "K or V has landed", TILE_BYTES),
         Barrier("kv_empty", KV_SLOTS, warps(*CONSUMERS), ("load",), "the slot's MMAs are done"),
+        work_queue.order_barrier(),
         Barrier("out_full", Q_SLOTS, warps(*CONSUMERS), ("store",), "the output is in Q's place"),
     ),
     tmem=(),
@@ -89,6 +107,8 @@ SCHEDULE = Schedule(
         Region("kv", KV_SLOTS * TILE_BYTES),
         Region("rounds", 2 * persistent.ROUND_SLOTS * 8),
         Region("items", Q_SLOTS * 16),
+        Region("keys", work_queue.LAST_ITEMS * 4),
+        Region("order", work_queue.LAST_ITEMS * 4),
     ),
 )
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -131,16 +151,6 @@ _CHOICES: Any = itertools.product(DTYPES, *[(False, True)] * 3)
 SHIPPED = tuple(Config(*choice) for choice in _CHOICES)  # what a call can ask for
 
 
-class Item(NamedTuple):
-    """A work item: a Q block of one head; `valid` 0 ends the kernel."""
-
-    q_block: Int32
-    head: Int32
-    batch: Int32
-    valid: Int32
-    order: Int32  # how many items this CTA took before
-
-
 class Pair(NamedTuple):
     """The running maximum (log2 domain) and this thread's share of the sum, of its two rows."""
 
@@ -174,14 +184,13 @@ class Pending(NamedTuple):
     batch: Int32
 
 
-class VsaForwardSm90(PersistentKernel):
+class VsaForwardSm90(QueueKernel):
     """The kernel: one method for each role, in the order of the data flow."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(SCHEDULE, "")
+        super().__init__(SCHEDULE, (config.kv_sizes, config.q_sizes))
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.has_sizes = (config.kv_sizes, config.q_sizes)
 
     @cute.jit
     def __call__(  # noqa: PLR0917
@@ -223,6 +232,8 @@ class VsaForwardSm90(PersistentKernel):
                 self.load(env, queue)
             elif warp == SCHEDULE.role("store").first:
                 self.store(env)
+            else:
+                self.order(env)
 
     # ---- load ----------------------------------------------------------------------------------
 
@@ -251,33 +262,11 @@ class VsaForwardSm90(PersistentKernel):
                     row, word = block_list.take_block(env.tables, row, self.has_sizes)
                     stream = self.publish_word(env, 0, stream, word)
                     ring, pending = self.load_round(env, word, row, pending, ring)
-            item = self.item_of(env.tables, cute.arch.shuffle_sync(drawn, 0), item.order + 1)
+            number = self.reorder(env, cute.arch.shuffle_sync(drawn, 0))
+            item = self.item_of(env.tables, number, item.order + 1)
         stream = self.publish_word(env, 0, stream, Int32(END))
         self.open_item(env, item, Int32(0))
         self.load_pending(env, pending, ring)
-
-    @cute.jit
-    def draw(self, tables: Tables, queue: cute.Pointer) -> Int32:
-        """Draw the number of this CTA's next item (lane 0 has it); the last draw resets."""
-        number: Any = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            number = cute.arch.atomic_add(queue, Int32(1), sem="relaxed", scope="gpu")
-            if number == self.num_items(tables) - 1:
-                cute.arch.store(queue, Int32(0))
-            number += cute.arch.grid_dim()[0]
-        return number
-
-    def num_items(self, tables: Tables) -> Int32:
-        """Count the work items: Q blocks of all heads."""
-        return (tables.num_queries + BLOCK - 1) // BLOCK * tables.num_q_heads * tables.batch
-
-    def item_of(self, tables: Tables, number: Int32, order: Int32) -> Item:
-        """Split a work item number: Q block fastest, then head, then batch."""
-        blocks = (tables.num_queries + BLOCK - 1) // BLOCK
-        rest = number // blocks
-        batch = rest // tables.num_q_heads
-        head = rest - batch * tables.num_q_heads
-        return Item(number - rest * blocks, head, batch, Int32(batch < tables.batch), order)
 
     @cute.jit
     def open_item(self, env: Env, item: Item, word: Int32) -> None:
@@ -608,7 +597,7 @@ class VsaForwardSm90(PersistentKernel):
 
     @cute.jit
     def store_lse(self, env: Env, item: Item, row: Int32, m_log2: Float32, total: Float32) -> None:
-        """Write a row's LSE, -inf where no key was seen or the row is padding; one of four lanes."""
+        """Write a row's LSE, -inf where no key was seen or the row is padding; one lane of 4."""
         tables = env.tables
         query = item.q_block * TILE + row
         if (query < tables.num_queries) & (cute.arch.lane_idx() & 3 == 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Literal, overload
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from sparse_atten import ops
 from sparse_atten.checks import check_values
 from sparse_atten.contracts import (
+    BlockSelection,
     Options,
     Problem,
     Selection,
@@ -20,9 +22,14 @@ from sparse_atten.contracts import (
     validate_out,
 )
 from sparse_atten.cute_kernels.common.arguments import expect_int
-from sparse_atten.dispatch import AUTO, choose, load
+from sparse_atten.cute_kernels.common.memo import Memo, key_of
+from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
+from sparse_atten.dispatch import AUTO, Backend, choose, load
 from sparse_atten.preparation import PreparedSelection, selection_of
 from sparse_atten.reference import Result
+
+# The backend of each call that passed its checks, by what they read.
+_passed: Memo[Backend] = Memo()
 
 
 @overload
@@ -187,21 +194,41 @@ def run(
 
     `needs_grad` says that gradients are recorded above this call, where the tensors cannot tell.
     """
-    problem = check(q, k, v, selection_of(selection), options)
-    if needs_grad:
-        problem = replace(problem, needs_grad=True)
+    key = _key((q, k, v), selection, out, (options, backend, max_workspace_bytes, needs_grad))
+    chosen = None if key is None else _passed.find(key)
+    if chosen is not None:
+        expect_aligned(q=q, k=k, v=v)
+    else:
+        problem = check(q, k, v, selection_of(selection), options)
+        if needs_grad:
+            problem = replace(problem, needs_grad=True)
+        if out is not None:
+            validate_out(out, output_shape(q, v), q, problem.needs_grad)
+        if max_workspace_bytes is not None:
+            expect_int("max_workspace_bytes", max_workspace_bytes, 1)
+        chosen = choose(problem, backend).backend
+        if key is not None:
+            _passed.keep(key, chosen)
     if out is not None:
-        validate_out(out, output_shape(q, v), q, problem.needs_grad)
         expect_aligned(out=out)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if out.numel() and out.data_ptr() == x.data_ptr():
                 raise ValueError(f"out must not overlap an input, got the memory of {name}")
-    if max_workspace_bytes is not None:
-        expect_int("max_workspace_bytes", max_workspace_bytes, 1)
-    chosen = choose(problem, backend).backend
     given = selection if chosen.takes_prepared else selection_of(selection)
     attend = chosen.load()
     return attend(q, k, v, given, options, out=out, max_workspace_bytes=max_workspace_bytes)
+
+
+def _key(
+    inputs: tuple[Tensor, ...], selection: object, out: Tensor | None, rest: tuple
+) -> Hashable | None:
+    """All that the checks of a call on a GPU read but addresses; None where they always run."""
+    given = inputs if out is None else (*inputs, out)
+    if type(selection) is not BlockSelection or not all(map(runs_kernels, given)):
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return None
+    return key_of(*inputs, out, *vars(selection).values(), *rest)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, options: Options) -> Problem:

@@ -87,6 +87,7 @@ class Backend:
         return load(self.entry)
 
 
+@cache
 def load(name: str) -> Callable:
     """Import "module:function"."""
     module, function = name.split(":")

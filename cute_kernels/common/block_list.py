@@ -78,11 +78,8 @@ def q_size(tables: Tables, q_block: Int32) -> Int32:
 
 
 @cute.jit
-def open_row(tables: Tables, item: Any, q_block: Int32, has_sizes: cutlass.Constexpr) -> Row:
-    """Read how many entries the list of a Q block of the item's head has, and its first window.
-
-    `has_sizes` says which tables of sizes exist: of KV blocks, of Q blocks.
-    """
+def row_length(tables: Tables, item: Any, q_block: Int32, has_sizes: cutlass.Constexpr) -> Int32:
+    """Read how many entries the list of a Q block of the item's head has; negative for none."""
     count = Int32(0)
     if q_block * BLOCK < tables.num_queries:
         if q_block < tables.dense_rows:
@@ -94,6 +91,16 @@ def open_row(tables: Tables, item: Any, q_block: Int32, has_sizes: cutlass.Const
             count = cutlass.min(count, tables.table_width)
         if const_expr(has_sizes[1]):
             count *= Int32(q_size(tables, q_block) > 0)
+    return count
+
+
+@cute.jit
+def open_row(tables: Tables, item: Any, q_block: Int32, has_sizes: cutlass.Constexpr) -> Row:
+    """Read how long the list of a Q block of the item's head is, and its first window.
+
+    `has_sizes` says which tables of sizes exist: of KV blocks, of Q blocks.
+    """
+    count = row_length(tables, item, q_block, has_sizes)
     zero = Int32(0)
     place = (item.batch, item.head, q_block, item.head // tables.group_size)
     return refill(tables, Row(zero, zero, zero, zero, count, *place, zero), has_sizes)

@@ -23,7 +23,7 @@ class _Counters:
         self._of_stream: dict[int, int] = {}
 
     def of_stream(self, stream: int) -> int:
-        if torch.cuda.is_current_stream_capturing():
+        if self._is_capturing():
             return self._of_capture()
         if stream not in self._of_stream:
             if self._used == _COUNT:
@@ -32,6 +32,12 @@ class _Counters:
                 self._used = 0
             self._of_stream[stream] = self._next()
         return self._of_stream[stream]
+
+    def _is_capturing(self) -> bool:
+        if torch.cuda.current_device() == self._device.index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
     def _of_capture(self) -> int:
         if self._used < _COUNT:
@@ -52,8 +58,8 @@ _lock = threading.Lock()
 def counter(device: torch.device) -> int:
     """Return the address of the counter for a launch on the current stream of a device."""
     index = torch.cuda.current_device() if device.index is None else device.index
+    stream = torch._C._cuda_getCurrentRawStream(index)
     with _lock:
         if index not in _counters:
             _counters[index] = _Counters(index)
-        with torch.cuda.device(index):
-            return _counters[index].of_stream(torch.cuda.current_stream(index).cuda_stream)
+        return _counters[index].of_stream(stream)
