@@ -1,0 +1,616 @@
+"""tiles.cu against torch: under a PTX emulator, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import re
+import struct
+import threading
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from emulation import OWN, SCHEDULES, emulator
+
+from sparse_atten.packing import move, pack_and_pool, plan, preload, unpack
+from sparse_atten.vsa import VideoLayout, pool_blocks
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NAN, INF = float("nan"), float("inf")
+ROW_DIM = {"bhsd": 2, "bshd": 1}
+
+
+class Case(NamedTuple):
+    """Segments and tile, then the tensor: batch, heads, head dim, dtype, layout, how it is made."""
+
+    segments: tuple
+    tile: tuple[int, int, int] = (4, 4, 8)
+    batch: int = 1
+    heads: int = 2
+    head_dim: int = 128
+    dtype: torch.dtype = BF16
+    layout: str = "bhsd"
+    view: str = "plain"
+
+
+MIXED = (77, (5, 6, 9), 3, (4, 5, 17))
+SMALL = (5, (3, 2, 4), 9, (2, 3, 3))
+CASES = {
+    "video": Case(((5, 6, 9),)),
+    "video_bshd": Case(((5, 6, 9),), layout="bshd", dtype=FP16),
+    "mixed": Case(MIXED, dtype=FP16),
+    "mixed_bshd": Case(MIXED, layout="bshd", heads=3),
+    "narrow": Case(MIXED, head_dim=64, batch=2),
+    "narrow_bshd": Case(MIXED, head_dim=64, layout="bshd", dtype=FP16),
+    "text_only": Case((300,)),
+    "one_token": Case((1,), batch=2, heads=1),
+    "blocks_of_one_token": Case(SMALL, tile=(1, 1, 1)),
+    "blocks_of_8": Case(SMALL, tile=(2, 2, 2), batch=2, heads=3, dtype=FP16),
+    "blocks_of_27": Case(SMALL, tile=(3, 3, 3), heads=1, layout="bshd"),
+    "blocks_of_65": Case((130, (1, 13, 9)), tile=(1, 13, 5), head_dim=64),
+    "blocks_of_256": Case(((5, 9, 9), 300), tile=(4, 8, 8), heads=1, dtype=FP16),
+    "joint_projection": Case(SMALL, tile=(2, 2, 2), batch=2, view="joint"),
+    "joint_projection_bshd": Case(SMALL, tile=(2, 2, 2), batch=2, layout="bshd", view="joint"),
+    "shared_by_heads": Case(SMALL, tile=(2, 2, 2), heads=4, view="expanded"),
+    "odd_strides_of_single_dims": Case(SMALL, tile=(2, 2, 2), heads=1, view="single"),
+    "no_batch": Case(SMALL, tile=(2, 2, 2), batch=0),
+    "no_token": Case((), layout="bshd"),
+}
+
+
+def layout_of(case, device="cpu"):
+    return VideoLayout.from_segments(case.segments, case.tile, device)
+
+
+def tiles_of(layout):
+    return move.Tiles(layout.pack_map, layout.block_sizes, layout.block_size, layout.num_tokens)
+
+
+def tensor_of(case, *, exact=False, seed=0):
+    """Tokens of a case. Exact: sums of a block have no rounding errors, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = layout_of(case).num_tokens
+    shape = [case.batch, case.heads, rows, case.head_dim]
+    if case.layout == "bshd":
+        shape = [case.batch, rows, case.heads, case.head_dim]
+
+    def draw(*size):
+        if exact:
+            return (torch.randint(-16, 17, size, generator=generator) / 8).to(case.dtype)
+        return torch.randn(size, generator=generator).to(case.dtype)
+
+    if case.view == "joint":
+        joint = draw(case.batch, rows, 3, case.heads, case.head_dim)
+        return joint[:, :, 1] if case.layout == "bshd" else joint[:, :, 1].transpose(1, 2)
+    if case.view == "expanded":
+        return draw(case.batch, 1, rows, case.head_dim).expand(shape)
+    x = draw(*shape)
+    if case.view == "single":
+        x = x.as_strided(x.shape, (3, 5, case.head_dim, 1))
+    return x
+
+
+@contextmanager
+def emulated(schedule=SCHEDULES[0]):
+    """Launch on an emulator; outputs are poisoned and lie between guards."""
+    emu, launched, memory = emulator(), [], []
+    options = {**schedule, "races": True} if OWN else schedule
+
+    def allocate(like, shape, dtype=None):
+        dtype = dtype or like.dtype
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        memory.append(torch.full((num_bytes + 256,), 0xA5, dtype=torch.uint8))
+        inside = memory[-1][128 : 128 + num_bytes]
+        inside.fill_(0xFF)  # NaN of every dtype
+        return inside.view(dtype).view(tuple(shape))
+
+    def launches(texts, steps):
+        def run(*bases):
+            for text, step in zip(texts, steps, strict=True):
+                shape = step.grid, step.block, step.shared_bytes
+                result = emu.run_ptx(text, step.kernel, *shape, step.values(bases), **options)
+                assert not result["warnings"], result["warnings"]
+                launched.append(step.kernel)
+
+        return run
+
+    move._PACKS.clear()
+    move._UNPACKS.clear()
+    with (
+        mock.patch.object(move, "runs_kernels", lambda x: type(x) is torch.Tensor),
+        mock.patch.object(move, "_kernel", lambda config, *_: ptx_of(config)),
+        mock.patch.object(move, "Launches", launches),
+        mock.patch.object(torch.Tensor, "new_empty", allocate),
+    ):
+        yield launched
+    move._PACKS.clear()
+    move._UNPACKS.clear()
+    for block in memory:
+        assert (block[:128] == 0xA5).all()
+        assert (block[-128:] == 0xA5).all()
+
+
+PTX: dict[plan.Config, str] = {}
+
+
+def ptx_of(config):
+    if config not in PTX:
+        PTX[config] = plan.program(config).compile((9, 0)).ptx
+    return PTX[config]
+
+
+def assert_bits(found, expected):
+    """Equal, NaN where NaN is expected."""
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_means(found, x, layout, case):
+    """Within the rounding errors of float32 sums in any order of so many steps."""
+    packed = layout.pack(x.double(), tensor_layout=case.layout)
+    expected = pool_blocks(packed, layout, tensor_layout=case.layout)
+    sizes = pool_blocks(packed.abs(), layout, tensor_layout=case.layout)
+    # A thread's rows one by one, then lanes of a warp, then warps, then the division.
+    steps = -(-layout.block_size // (2048 // case.head_dim)) + 2 + 8 + 1
+    error = (found.cpu().double() - expected).abs()
+    assert found.dtype == FP32
+    assert (error <= 1.01 * steps * 2.0**-24 * sizes).all(), (error / sizes).max()
+
+
+def check_pack(case, x, layout, found):
+    (packed,), (means,) = found
+    expected = layout.pack(x, tensor_layout=case.layout)
+    assert packed.is_contiguous()
+    assert torch.equal(packed.cpu().view(torch.int16), expected.view(torch.int16))
+    assert means.is_contiguous()
+    assert_means(means, x, layout, case)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_pack_equals_torch(name):
+    case = CASES[name]
+    layout, x = layout_of(case), tensor_of(case)
+    with emulated(SCHEDULES[len(name) % len(SCHEDULES)]):
+        found = pack_and_pool([x], tiles_of(layout), row_dim=ROW_DIM[case.layout], pool=[True])
+    check_pack(case, x, layout, found)
+
+
+@pytest.mark.parametrize("name", ["mixed", "narrow_bshd", "blocks_of_27", "blocks_of_256"])
+def test_emulated_means_of_exact_sums_have_the_bits_of_torch(name):
+    case = CASES[name]
+    layout, x = layout_of(case), tensor_of(case, exact=True)
+    packed = layout.pack(x, tensor_layout=case.layout)
+    expected = pool_blocks(packed, layout, tensor_layout=case.layout)
+    with emulated():
+        _, (means,) = pack_and_pool(
+            [x], tiles_of(layout), row_dim=ROW_DIM[case.layout], pool=[True]
+        )
+    assert torch.equal(means, expected)
+
+
+def test_emulated_inputs_of_several_heads_and_head_dims():
+    case = CASES["blocks_of_8"]
+    layout, tiles = layout_of(case), tiles_of(layout_of(case))
+    others = [case._replace(heads=1), case._replace(heads=1, head_dim=64)]
+    x = [tensor_of(c, seed=i) for i, c in enumerate([case, *others])]
+    with emulated() as launched:
+        packed, means = pack_and_pool(x, tiles, row_dim=2, pool=[True, True, False])
+    assert launched == ["pack"] * 3
+    assert means[2] is None
+    for i, c in enumerate([case, *others]):
+        assert_bits(packed[i], layout.pack(x[i]))
+        if means[i] is not None:
+            assert_means(means[i], x[i], layout, c)
+
+
+def test_emulated_non_finite_tokens_stay_in_their_blocks():
+    case = CASES["blocks_of_8"]
+    layout, x = layout_of(case), tensor_of(case)
+    x[:, :, 7], x[:, :, 20, 5], x[:, 1, 30] = NAN, INF, -INF
+    with emulated():
+        (packed,), (means,) = pack_and_pool([x], tiles_of(layout), row_dim=2, pool=[True])
+    assert_bits(packed, layout.pack(x))
+    expected = pool_blocks(layout.pack(x), layout)
+    assert torch.equal(means.isnan(), expected.isnan())
+    assert torch.equal(means.isinf(), expected.isinf())
+    assert (packed[:, :, layout.pack_map < 0] == 0).all()
+
+
+def poisoned_slots(case, layout, *, seed=1):
+    """A packed tensor of a case whose padding is NaN."""
+    packed = layout.pack(tensor_of(case, seed=seed), tensor_layout=case.layout)
+    padding = (slice(None),) * ROW_DIM[case.layout] + (layout.pack_map < 0,)
+    packed[padding] = NAN
+    return packed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_unpack_equals_torch(name):
+    case = CASES[name]
+    layout = layout_of(case)
+    packed = poisoned_slots(case, layout)
+    with emulated(SCHEDULES[len(name) % len(SCHEDULES)]):
+        found = unpack(packed, tiles_of(layout), row_dim=ROW_DIM[case.layout])
+    assert found.is_contiguous()
+    assert_bits(found, layout.unpack(packed, tensor_layout=case.layout))
+
+
+# Shapes as B, H, S, D; 0 stands for the full extent, a missing dim for none.
+GATES = {"full": "bhsd", "vector": "d", "token": "b1s1", "head": "1h11", "scalar": ""}
+
+
+def gate_of(case, kind, dtype, layout):
+    generator = torch.Generator().manual_seed(3)
+    full = dict(zip("bhsd", (case.batch, case.heads, layout.num_tokens, case.head_dim), strict=True))
+    shape = [full.get(letter, 1) for letter in GATES[kind]]
+    gate = torch.randn(shape, generator=generator).to(dtype)
+    return gate.transpose(1, 2).contiguous() if case.layout == "bshd" and len(shape) == 4 else gate
+
+
+def gated_by_torch(case, packed, gate, coarse, layout):
+    out = layout.unpack(packed, tensor_layout=case.layout)
+    if case.layout == "bshd":
+        coarse = coarse.transpose(1, 2)
+    coarse = layout.broadcast(coarse, tensor_layout=case.layout)
+    return (out + gate * coarse).to(out.dtype)
+
+
+def coarse_of(case, layout):
+    shape = case.batch, case.heads, layout.num_blocks, case.head_dim
+    return torch.randn(shape, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("is_float", [False, True])
+@pytest.mark.parametrize("name", ["mixed", "narrow_bshd", "blocks_of_8", "blocks_of_65", "no_batch"])
+def test_emulated_gated_unpack_has_the_bits_of_torch(name, kind, is_float):
+    case = CASES[name]
+    layout = layout_of(case)
+    packed, coarse = poisoned_slots(case, layout), coarse_of(case, layout)
+    gate = gate_of(case, kind, FP32 if is_float else case.dtype, layout)
+    schedule = SCHEDULES[len(kind) % len(SCHEDULES)]
+    with emulated(schedule) as launched:
+        found = unpack(
+            packed, tiles_of(layout), row_dim=ROW_DIM[case.layout], gated=(gate, coarse)
+        )
+    assert len(launched) == (case.batch > 0)
+    assert_bits(found, gated_by_torch(case, packed, gate, coarse, layout))
+
+
+def test_emulated_gates_and_coarse_rows_may_be_extreme():
+    case = CASES["blocks_of_8"]
+    layout = layout_of(case)
+    packed, coarse = poisoned_slots(case, layout), coarse_of(case, layout)
+    gate = gate_of(case, "full", case.dtype, layout)
+    gate[:, :, 3], gate[:, :, 9], gate[:, :, 11, ::2] = NAN, 6e4, 0
+    coarse[:, :, 0], coarse[:, 0, 2], coarse[:, :, 3] = 3e38, INF, 1e-42
+    with emulated():
+        found = unpack(packed, tiles_of(layout), row_dim=2, gated=(gate, coarse))
+    assert_bits(found, gated_by_torch(case, packed, gate, coarse, layout))
+
+
+def test_emulated_known_calls_follow_their_tensors():
+    case = CASES["mixed"]
+    layout = layout_of(case)
+    tiles, gate = tiles_of(layout), gate_of(case, "head", FP32, layout)
+    with emulated() as launched:
+        for seed in range(3):
+            x, coarse = tensor_of(case, seed=seed), coarse_of(case, layout) + seed
+            found = pack_and_pool([x], tiles, row_dim=2, pool=[True])
+            check_pack(case, x, layout, found)
+            out = unpack(found[0][0], tiles, row_dim=2, gated=(gate + seed, coarse))
+            expected = gated_by_torch(case, found[0][0], gate + seed, coarse, layout)
+            assert_bits(out, expected)
+            assert_bits(unpack(found[0][0], tiles, row_dim=2), x)
+        assert (len(move._PACKS), len(move._UNPACKS), len(launched)) == (1, 2, 9)
+
+
+def off_by(x, elements):
+    """The same values at an address that is so many elements past a multiple of 16 bytes."""
+    memory = torch.zeros(x.numel() + 16, dtype=x.dtype)
+    start = -memory.data_ptr() // x.itemsize % (16 // x.itemsize) + elements
+    view = memory[start : start + x.numel()].view(x.shape)
+    return view.copy_(x)
+
+
+def test_tensors_that_kernels_do_not_take():
+    case = CASES["blocks_of_8"]
+    layout = layout_of(case)
+    tiles, x = tiles_of(layout), tensor_of(case)
+    packed, coarse = layout.pack(x), coarse_of(case, layout)
+    wide = torch.zeros(2, 3, layout.num_tokens, 132, dtype=FP16)
+    refused = {
+        "float32": x.float(),
+        "float64": x.double(),
+        "head dim": x[..., :96].contiguous(),
+        "address": off_by(x, 1),
+        "row stride": wide[..., :128],
+        "element stride": x.transpose(2, 3).contiguous().transpose(2, 3),
+    }
+    with emulated() as launched:
+        assert pack_and_pool([x], tiles, row_dim=2, pool=[False]) is not None
+        for name, other in refused.items():
+            assert pack_and_pool([x, other], tiles, row_dim=2, pool=[True] * 2) is None, name
+        gates = {
+            "dtype": gate_of(case, "full", BF16, layout),
+            "float64": gate_of(case, "full", torch.float64, layout),
+            "address": off_by(gate_of(case, "full", FP16, layout), 4),
+            "element stride": gate_of(case, "full", FP16, layout).transpose(2, 3).contiguous().mT,
+        }
+        for name, gate in gates.items():
+            assert unpack(packed, tiles, row_dim=2, gated=(gate, coarse)) is None, name
+        assert unpack(packed.float(), tiles, row_dim=2) is None
+        assert launched == ["pack"]
+    assert pack_and_pool([x], tiles, row_dim=2, pool=[True]) is None  # on the CPU
+    assert unpack(packed, tiles, row_dim=2) is None
+
+
+def test_emulated_ids_outside_the_tokens_are_padding():
+    case = CASES["blocks_of_8"]
+    layout, x = layout_of(case), tensor_of(case)
+    wild = layout.pack_map.clone()
+    wild[2], wild[11], wild[12], wild[40] = layout.num_tokens, 2**40, -(2**63), 2**31
+    tiles = tiles_of(layout)._replace(pack_map=wild)
+    inside = (wild >= 0) & (wild < layout.num_tokens)
+    expected = torch.where(inside[:, None], x[:, :, wild.where(inside, 0)], 0)
+    with emulated():
+        (packed,), _ = pack_and_pool([x], tiles, row_dim=2, pool=[True])
+        out = unpack(packed, tiles, row_dim=2)
+    assert_bits(packed, expected)
+    reached = torch.zeros(layout.num_tokens, dtype=torch.bool)
+    reached[wild[inside]] = True
+    assert_bits(out[:, :, reached], x[:, :, reached])
+
+
+def test_large_offsets_and_grids():
+    blocks = plan.Blocks(720, 128, 75600)
+    shape, strides = (3, 40, 75600, 128), (2**36, 2**31 + 8, 2**33, 1)
+    video = plan.Tensor4(shape, strides, BF16, 2)
+    assert plan.takes(video, blocks)
+    step = plan.pack_step(video, blocks, (0,) * 5)
+    slots = 720 * 128
+    packed = (40 * slots * 128, slots * 128, 128)
+    assert plan._PLAN.unpack(step.arguments[5]) == (
+        *(2**36, 2**31 + 8, 2**33),
+        *packed,
+        *(40, 720, 75600, 128, True),
+    )
+    assert step.grid == (3 * 40 * 720, 1, 1)
+    bshd = plan.Tensor4((3, 75600, 40, 128), (75600 * 5120, 5120, 128, 1), BF16, 1)
+    assert plan._PLAN.unpack(plan.pack_step(bshd, blocks, (0,) * 5).arguments[5])[-1] == 1
+    assert not plan.takes(video, plan.Blocks(2**25, 128, 75600))
+    assert not plan.takes(video, plan.Blocks(720, 128, 2**31))
+
+
+def test_emulated_rows_far_apart():
+    """Rows past 2^31 elements from the first; the memory between them is never touched."""
+    case = CASES["blocks_of_8"]._replace(batch=1, heads=2)
+    layout, x = layout_of(case), tensor_of(case)
+    far = torch.empty(2**31 + 2**20, dtype=FP16)
+    view = far.as_strided(x.shape, (0, 2**31 + 8, 136, 1))
+    view.copy_(x)
+    with emulated():
+        found = pack_and_pool([view], tiles_of(layout), row_dim=2, pool=[True])
+    check_pack(case, x, layout, found)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_emulated_means_do_not_depend_on_the_order_of_warps(schedule):
+    case = CASES["blocks_of_65"]
+    layout, x = layout_of(case), tensor_of(case)
+    found = []
+    for options in (SCHEDULES[0], schedule):
+        with emulated(options):
+            found.append(pack_and_pool([x], tiles_of(layout), row_dim=2, pool=[True]))
+    assert torch.equal(found[0][1][0], found[1][1][0])
+
+
+@pytest.mark.skipif(not OWN, reason="needs the emulator with a race detector")
+def test_without_its_barrier_the_mean_is_a_race():
+    case = CASES["one_token"]
+    layout, x = layout_of(case), tensor_of(case)
+    config = plan.config_of(plan.Tensor4.of(x, 2))
+    text = ptx_of(config)
+    assert len(re.findall(r"\bbar\.sync\s+0;", text)) == 1
+    with (
+        mock.patch.dict(PTX, {config: re.sub(r"\bbar\.sync\s+0;", "", text)}),
+        emulated(),
+        pytest.raises(Exception, match="race"),
+    ):
+        pack_and_pool([x], tiles_of(layout), row_dim=2, pool=[True])
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [(9, 0), *(pytest.param((10, minor), marks=pytest.mark.slow) for minor in (0, 3))],
+    ids=str,
+)
+def test_kernels_fit(capability):
+    for config in plan.CONFIGS:
+        compiled = plan.program(config).compile(capability)
+        assert "warning" not in compiled.log
+        assert set(compiled.resources) == set(plan.SIGNATURES)
+        for name, kernel in compiled.resources.items():
+            assert kernel.spill_bytes == kernel.stack_bytes == 0, name
+            assert kernel.registers <= 64, name  # four thread blocks of 256 on a multiprocessor
+            shared = 4 * 8 * config.head_dim if name == "pack" else 0
+            assert kernel.shared_bytes == shared, name
+
+
+def test_rows_move_16_bytes_at_a_time():
+    for config in plan.CONFIGS:
+        for name in plan.SIGNATURES:
+            body = ptx_of(config).split(f".entry {name}(")[1].split(".entry")[0]
+            stores = set(re.findall(r"\b(st\.global\S*)", body))
+            loads = set(re.findall(r"\b(ld\.global\S*)", body))
+            means = {"st.global.f32"} if name == "pack" else set()
+            assert stores == {"st.global.v4.u32"} | means, name
+            assert "ld.global.nc.v4.u32" in loads, name
+
+
+def test_signatures_are_those_of_the_kernels():
+    sizes = {"u64": 8, "s64": 8, "u32": 4, "s32": 4, "b64": 8, "b32": 4, "f32": 4}
+    ptx = ptx_of(plan.CONFIGS[0])
+    for name, signature in plan.SIGNATURES.items():
+        head = ptx.split(f".entry {name}(")[1].split(")")[0]
+        found = [
+            int(array) if array else sizes[kind]
+            for kind, array in re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", head)
+        ]
+        codes = re.findall(r"\d*[a-zA-Z]", signature)
+        assert found == [struct.calcsize(code) for code in codes], name
+
+
+def on_cuda(x):
+    """The same tensor on the GPU; strides are kept."""
+    storage = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+    return storage if 0 in x.shape else _filled(storage, x)
+
+
+def _filled(storage, x):
+    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    storage.as_strided((extent,), (1,)).copy_(x.as_strided((extent,), (1,)))
+    return storage
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_pack_equals_torch(name):
+    case = CASES[name]
+    x, tiles = tensor_of(case), tiles_of(layout_of(case, "cuda"))
+    found = pack_and_pool([on_cuda(x)], tiles, row_dim=ROW_DIM[case.layout], pool=[True])
+    check_pack(case, x, layout_of(case), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_unpack_equals_torch(name):
+    case = CASES[name]
+    layout = layout_of(case)
+    tiles, row_dim = tiles_of(layout_of(case, "cuda")), ROW_DIM[case.layout]
+    packed, coarse = poisoned_slots(case, layout), coarse_of(case, layout)
+    assert_bits(
+        unpack(packed.cuda(), tiles, row_dim=row_dim),
+        layout.unpack(packed, tensor_layout=case.layout),
+    )
+    for kind in GATES:
+        for dtype in (case.dtype, FP32):
+            gate = gate_of(case, kind, dtype, layout)
+            found = unpack(packed.cuda(), tiles, row_dim=row_dim, gated=(gate.cuda(), coarse.cuda()))
+            assert_bits(found, gated_by_torch(case, packed, gate, coarse, layout))
+
+
+WAN = Case(((21, 45, 80),), heads=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_fifty_runs_at_full_length_give_the_same_bits(layout):
+    case = WAN._replace(layout=layout)
+    where, row_dim = layout_of(case, "cuda"), ROW_DIM[layout]
+    x, tiles = tensor_of(case).cuda(), tiles_of(where)
+    (packed,), (means,) = pack_and_pool([x], tiles, row_dim=row_dim, pool=[True])
+    assert torch.equal(packed, where.pack(x, tensor_layout=layout))
+    assert_means(means, x.cpu(), layout_of(case), case)
+    assert torch.equal(unpack(packed, tiles, row_dim=row_dim), x)
+    for _ in range(50):
+        again, means_again = pack_and_pool([x], tiles, row_dim=row_dim, pool=[True])
+        assert torch.equal(again[0], packed)
+        assert torch.equal(means_again[0], means)
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_its_tensors_and_nothing_synchronises():
+    case = CASES["mixed"]
+    layout, where = layout_of(case), layout_of(case, "cuda")
+    tiles = tiles_of(where)
+    preload("cuda")
+    x, gate = tensor_of(case).cuda(), gate_of(case, "full", case.dtype, layout).cuda()
+    coarse = coarse_of(case, layout).cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (packed,), (means,) = pack_and_pool([x], tiles, row_dim=2, pool=[True])
+        out = unpack(packed, tiles, row_dim=2, gated=(gate, coarse))
+    for seed in range(3):
+        new = tensor_of(case, seed=seed)
+        x.copy_(new)
+        graph.replay()
+        check_pack(case, new, layout, ([packed], [means]))
+        assert_bits(out, gated_by_torch(case, packed.cpu(), gate.cpu(), coarse.cpu(), layout))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pack_and_pool([x], tiles, row_dim=2, pool=[True])
+        unpack(packed, tiles, row_dim=2, gated=(gate, coarse))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_streams_and_threads_do_not_disturb_each_other():
+    cases = [CASES[name] for name in ("mixed", "narrow", "video", "blocks_of_256")]
+    inputs = [tensor_of(case) for case in cases]
+    moved = [x.cuda() for x in inputs]
+    tiles = [tiles_of(layout_of(case, "cuda")) for case in cases]
+    torch.cuda.synchronize()
+    found = [[] for _ in cases]
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(30):
+                found[i].append(pack_and_pool([moved[i]], tiles[i], row_dim=2, pool=[True]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    for case, x, results in zip(cases, inputs, found, strict=True):
+        assert len(results) == 30
+        for result in results:
+            check_pack(case, x, layout_of(case), result)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_device_need_not_be_current():
+    case = CASES["mixed"]
+    x, tiles = tensor_of(case), tiles_of(layout_of(case, "cuda:1"))
+    with torch.cuda.device(0):
+        found = pack_and_pool([x.to("cuda:1")], tiles, row_dim=2, pool=[True])
+        back = unpack(found[0][0], tiles, row_dim=2)
+    check_pack(case, x, layout_of(case), found)
+    assert_bits(back, x)
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31_elements():
+    case = Case(((21, 45, 80),), heads=2)
+    where, x = layout_of(case, "cuda"), tensor_of(case).cuda()
+    far = torch.empty(2**31 + 2**25, dtype=BF16, device="cuda")
+    view = far.as_strided(x.shape, (0, 2**31 + 8, 136, 1))
+    view.copy_(x)
+    tiles = tiles_of(where)
+    (packed,), (means,) = pack_and_pool([view], tiles, row_dim=2, pool=[True])
+    assert torch.equal(packed, where.pack(x))
+    assert_means(means, x.cpu(), layout_of(case), case)
+    slots = far.as_strided(packed.shape, (0, 2**31 + 8, 136, 1))
+    slots.copy_(packed)
+    assert torch.equal(unpack(slots, tiles, row_dim=2), x)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    """Wan at 720p with a batch of 6: each packed tensor has 2.8e9 elements."""
+    case = WAN._replace(heads=40, batch=6)
+    where = layout_of(case, "cuda")
+    tiles = tiles_of(where)
+    shape = (case.batch, case.heads, where.num_tokens, case.head_dim)
+    x = torch.randn(shape, dtype=BF16, device="cuda")
+    (packed,), (means,) = pack_and_pool([x], tiles, row_dim=2, pool=[True])
+    assert torch.equal(packed[-1, -2:], where.pack(x[-1:, -2:])[0])
+    one = case._replace(batch=1, heads=2)
+    assert_means(means[-1:, -2:], x[-1:, -2:].cpu(), layout_of(one), one)
+    assert torch.equal(unpack(packed, tiles, row_dim=2), x)
