@@ -55,7 +55,7 @@ class _Pack(NamedTuple):
     """What `pack_and_pool` needs but addresses."""
 
     shapes: list[tuple[int, ...]]
-    mean_shapes: list[tuple[int, ...] | None]
+    mean_shapes: list[tuple[int, ...]]
     run: Callable[..., None] | None  # None where there is nothing to move
 
 
@@ -71,8 +71,8 @@ _UNPACKS: Memo[_Unpack] = Memo()
 
 
 def pack_and_pool(
-    tensors: Sequence[Tensor], tiles: Tiles, *, row_dim: int, pool: Sequence[bool]
-) -> tuple[list[Tensor], list[Tensor | None]] | None:
+    tensors: Sequence[Tensor], tiles: Tiles, *, row_dim: int, num_pooled: int
+) -> tuple[list[Tensor], list[Tensor]] | None:
     """Bring tokens into packed order and average each block, in one pass over each tensor.
 
     Parameters
@@ -83,16 +83,16 @@ def pack_and_pool(
         How the sequence is cut.
     row_dim : {2, 1}
         Which dim of the tensors has the tokens.
-    pool : sequence of bool
-        Whether to average, for each tensor.
+    num_pooled : int
+        The first so many tensors are averaged.
 
     Returns
     -------
     (packed, means), or None
-        Contiguous packed tensors with zeros in padding, and float32 means [B, H, N, D], None where
-        not asked for. None instead of both where the kernels do not take the call: they take plain
-        bfloat16 and float16 CUDA tensors with D = 64 or 128, contiguous in it, the other strides
-        and the addresses multiples of 16 bytes. Nothing is recorded for a gradient.
+        Contiguous packed tensors with zeros in padding, and float32 means [B, H, N, D]. None instead
+        of both where the kernels do not take the call: they take plain bfloat16 and float16 CUDA
+        tensors with D = 64 or 128, contiguous in it, the other strides and the addresses multiples
+        of 16 bytes. Nothing is recorded for a gradient.
     """
     if not all(runs_kernels(x) for x in tensors):
         return None
@@ -100,21 +100,18 @@ def pack_and_pool(
     if any(address % ALIGNMENT for address in addresses):
         return None
     blocks = tiles.blocks
-    key = key_of(*tensors, *blocks, row_dim, *pool)
+    key = key_of(*tensors, *blocks, row_dim, num_pooled)
     call = _PACKS.find(key)
     if call is None:
         layouts = [Tensor4.of(x, row_dim) for x in tensors]
         if not all(takes(x, blocks) for x in layouts):
             return None
-        call = _PACKS.keep(key, _pack_call(layouts, blocks, pool, tensors[0].device))
+        call = _PACKS.keep(key, _pack_call(layouts, blocks, num_pooled, tensors[0].device))
     shapes, mean_shapes, run = call
     packed = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
-    means = [
-        None if shape is None else tensors[0].new_empty(shape, dtype=torch.float32)
-        for shape in mean_shapes
-    ]
+    means = [tensors[0].new_empty(shape, dtype=torch.float32) for shape in mean_shapes]
     if run is not None:
-        outputs = [0 if x is None else x.data_ptr() for x in (*packed, *means)]
+        outputs = [x.data_ptr() for x in (*packed, *means)]
         run(tiles.pack_map.data_ptr(), tiles.sizes.data_ptr(), *addresses, *outputs)
     return packed, means
 
@@ -173,19 +170,19 @@ def preload(device: torch.device | str | int) -> None:
 
 
 def _pack_call(
-    layouts: Sequence[Tensor4], blocks: Blocks, pool: Sequence[bool], device: torch.device
+    layouts: Sequence[Tensor4], blocks: Blocks, num_pooled: int, device: torch.device
 ) -> _Pack:
     count = len(layouts)
     steps = []
-    for i, (layout, is_pooled) in enumerate(zip(layouts, pool, strict=True)):
-        mean = Address(2 + 2 * count + i) if is_pooled else 0
+    for i, layout in enumerate(layouts):
+        mean = Address(2 + 2 * count + i) if i < num_pooled else 0
         addresses = (Address(2 + i), Address(2 + count + i), mean, Address(0), Address(1))
         steps.append(pack_step(layout, blocks, addresses))
     return _Pack(
         [layout.with_rows(blocks.num_slots) for layout in layouts],
         [
-            (layout.shape[0], layout.num_heads, blocks.num_blocks, layout.head_dim) if given else None
-            for layout, given in zip(layouts, pool, strict=True)
+            (layout.shape[0], layout.num_heads, blocks.num_blocks, layout.head_dim)
+            for layout in layouts[:num_pooled]
         ],
         _runner(layouts, steps, device),
     )

@@ -14,7 +14,7 @@ import torch
 from emulation import OWN, SCHEDULES, emulator
 
 from sparse_atten.packing import move, pack_and_pool, plan, preload, unpack
-from sparse_atten.vsa import VideoLayout, pool_blocks
+from sparse_atten.vsa import VideoLayout, pool_blocks, video_sparse_attention
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
 
@@ -173,7 +173,7 @@ def test_emulated_pack_equals_torch(name):
     case = CASES[name]
     layout, x = layout_of(case), tensor_of(case)
     with emulated(SCHEDULES[len(name) % len(SCHEDULES)]):
-        found = pack_and_pool([x], tiles_of(layout), row_dim=ROW_DIM[case.layout], pool=[True])
+        found = pack_and_pool([x], tiles_of(layout), row_dim=ROW_DIM[case.layout], num_pooled=1)
     check_pack(case, x, layout, found)
 
 
@@ -185,7 +185,7 @@ def test_emulated_means_of_exact_sums_have_the_bits_of_torch(name):
     expected = pool_blocks(packed, layout, tensor_layout=case.layout)
     with emulated():
         _, (means,) = pack_and_pool(
-            [x], tiles_of(layout), row_dim=ROW_DIM[case.layout], pool=[True]
+            [x], tiles_of(layout), row_dim=ROW_DIM[case.layout], num_pooled=1
         )
     assert torch.equal(means, expected)
 
@@ -196,12 +196,12 @@ def test_emulated_inputs_of_several_heads_and_head_dims():
     others = [case._replace(heads=1), case._replace(heads=1, head_dim=64)]
     x = [tensor_of(c, seed=i) for i, c in enumerate([case, *others])]
     with emulated() as launched:
-        packed, means = pack_and_pool(x, tiles, row_dim=2, pool=[True, True, False])
+        packed, means = pack_and_pool(x, tiles, row_dim=2, num_pooled=2)
     assert launched == ["pack"] * 3
-    assert means[2] is None
+    assert len(means) == 2
     for i, c in enumerate([case, *others]):
         assert_bits(packed[i], layout.pack(x[i]))
-        if means[i] is not None:
+        if i < 2:
             assert_means(means[i], x[i], layout, c)
 
 
@@ -210,7 +210,7 @@ def test_emulated_non_finite_tokens_stay_in_their_blocks():
     layout, x = layout_of(case), tensor_of(case)
     x[:, :, 7], x[:, :, 20, 5], x[:, 1, 30] = NAN, INF, -INF
     with emulated():
-        (packed,), (means,) = pack_and_pool([x], tiles_of(layout), row_dim=2, pool=[True])
+        (packed,), (means,) = pack_and_pool([x], tiles_of(layout), row_dim=2, num_pooled=1)
     assert_bits(packed, layout.pack(x))
     expected = pool_blocks(layout.pack(x), layout)
     assert torch.equal(means.isnan(), expected.isnan())
@@ -292,19 +292,71 @@ def test_emulated_gates_and_coarse_rows_may_be_extreme():
 
 
 def test_emulated_known_calls_follow_their_tensors():
-    case = CASES["mixed"]
+    case = CASES["blocks_of_8"]._replace(batch=1)
     layout = layout_of(case)
     tiles, gate = tiles_of(layout), gate_of(case, "head", FP32, layout)
+    inputs = [(tensor_of(case, seed=i), gate + i, coarse_of(case, layout) + i) for i in range(3)]
+    results = []
     with emulated() as launched:
-        for seed in range(3):
-            x, coarse = tensor_of(case, seed=seed), coarse_of(case, layout) + seed
-            found = pack_and_pool([x], tiles, row_dim=2, pool=[True])
-            check_pack(case, x, layout, found)
-            out = unpack(found[0][0], tiles, row_dim=2, gated=(gate + seed, coarse))
-            expected = gated_by_torch(case, found[0][0], gate + seed, coarse, layout)
-            assert_bits(out, expected)
-            assert_bits(unpack(found[0][0], tiles, row_dim=2), x)
+        for x, weight, coarse in inputs:
+            found = pack_and_pool([x], tiles, row_dim=2, num_pooled=1)
+            packed = found[0][0]
+            gated = unpack(packed, tiles, row_dim=2, gated=(weight, coarse))
+            results.append((found, gated, unpack(packed, tiles, row_dim=2)))
         assert (len(move._PACKS), len(move._UNPACKS), len(launched)) == (1, 2, 9)
+    for (x, weight, coarse), (found, gated, plain) in zip(inputs, results, strict=True):
+        check_pack(case, x, layout, found)
+        assert_bits(gated, gated_by_torch(case, found[0][0], weight, coarse, layout))
+        assert_bits(plain, x)
+
+
+@pytest.mark.parametrize("kind", [None, "full", "scalar"])
+@pytest.mark.parametrize("tensor_layout", ["bhsd", "bshd"])
+def test_emulated_video_attention_has_the_bits_of_torch(tensor_layout, kind):
+    case = Case(SMALL, tile=(2, 2, 2), heads=4, head_dim=64, layout=tensor_layout)
+    layout = layout_of(case)
+    cases = [case, case._replace(heads=2), case._replace(heads=2, head_dim=128)]
+    q, k, v = (tensor_of(c, exact=True, seed=i) for i, c in enumerate(cases))
+    gate = None if kind is None else gate_of(cases[2]._replace(heads=4), kind, BF16, layout)
+
+    def attend():
+        return video_sparse_attention(
+            *(q, k, v, layout),
+            sparsity=0.5,
+            gate=gate,
+            tensor_layout=tensor_layout,
+            return_details=True,
+        )
+
+    expected, details = attend()
+    with emulated() as launched:
+        found, found_details = attend()
+        assert launched == ["pack"] * 3 + [UNPACKS[kind]]
+        for x in (q, k, v):
+            x.requires_grad_()
+        attend()
+        assert len(launched) == 4  # torch runs what records a gradient
+        with torch.no_grad():
+            attend()
+        assert len(launched) == 8
+    assert torch.equal(found_details.scores, details.scores)
+    assert torch.equal(found_details.selection.q2k_indices, details.selection.q2k_indices)
+    assert_bits(found, expected)
+    assert_bits(found_details.lse, details.lse)
+
+
+UNPACKS = {None: "unpack", "full": "unpack_gated", "scalar": "unpack_gated_rows"}
+
+
+@pytest.mark.parametrize("tensor_layout", ["bhsd", "bshd"])
+def test_emulated_stages_have_the_bits_of_torch(tensor_layout):
+    case = CASES["blocks_of_8"]._replace(layout=tensor_layout)
+    layout, x = layout_of(case), tensor_of(case)
+    packed = layout.pack(x, tensor_layout=tensor_layout)
+    with emulated() as launched:
+        assert_bits(layout.pack(x, tensor_layout=tensor_layout), packed)
+        assert_bits(layout.unpack(packed, tensor_layout=tensor_layout), x)
+        assert launched == ["pack", "unpack"]
 
 
 def off_by(x, elements):
@@ -330,9 +382,9 @@ def test_tensors_that_kernels_do_not_take():
         "element stride": x.transpose(2, 3).contiguous().transpose(2, 3),
     }
     with emulated() as launched:
-        assert pack_and_pool([x], tiles, row_dim=2, pool=[False]) is not None
+        assert pack_and_pool([x], tiles, row_dim=2, num_pooled=0) is not None
         for name, other in refused.items():
-            assert pack_and_pool([x, other], tiles, row_dim=2, pool=[True] * 2) is None, name
+            assert pack_and_pool([x, other], tiles, row_dim=2, num_pooled=2) is None, name
         gates = {
             "dtype": gate_of(case, "full", BF16, layout),
             "float64": gate_of(case, "full", torch.float64, layout),
@@ -343,7 +395,7 @@ def test_tensors_that_kernels_do_not_take():
             assert unpack(packed, tiles, row_dim=2, gated=(gate, coarse)) is None, name
         assert unpack(packed.float(), tiles, row_dim=2) is None
         assert launched == ["pack"]
-    assert pack_and_pool([x], tiles, row_dim=2, pool=[True]) is None  # on the CPU
+    assert pack_and_pool([x], tiles, row_dim=2, num_pooled=1) is None  # on the CPU
     assert unpack(packed, tiles, row_dim=2) is None
 
 
@@ -356,7 +408,7 @@ def test_emulated_ids_outside_the_tokens_are_padding():
     inside = (wild >= 0) & (wild < layout.num_tokens)
     expected = torch.where(inside[:, None], x[:, :, wild.where(inside, 0)], 0)
     with emulated():
-        (packed,), _ = pack_and_pool([x], tiles, row_dim=2, pool=[True])
+        (packed,), _ = pack_and_pool([x], tiles, row_dim=2, num_pooled=1)
         out = unpack(packed, tiles, row_dim=2)
     assert_bits(packed, expected)
     reached = torch.zeros(layout.num_tokens, dtype=torch.bool)
@@ -392,7 +444,7 @@ def test_emulated_rows_far_apart():
     view = far.as_strided(x.shape, (0, 2**31 + 8, 136, 1))
     view.copy_(x)
     with emulated():
-        found = pack_and_pool([view], tiles_of(layout), row_dim=2, pool=[True])
+        found = pack_and_pool([view], tiles_of(layout), row_dim=2, num_pooled=1)
     check_pack(case, x, layout, found)
 
 
@@ -403,7 +455,7 @@ def test_emulated_means_do_not_depend_on_the_order_of_warps(schedule):
     found = []
     for options in (SCHEDULES[0], schedule):
         with emulated(options):
-            found.append(pack_and_pool([x], tiles_of(layout), row_dim=2, pool=[True]))
+            found.append(pack_and_pool([x], tiles_of(layout), row_dim=2, num_pooled=1))
     assert torch.equal(found[0][1][0], found[1][1][0])
 
 
@@ -419,7 +471,7 @@ def test_without_its_barrier_the_mean_is_a_race():
         emulated(),
         pytest.raises(Exception, match="race"),
     ):
-        pack_and_pool([x], tiles_of(layout), row_dim=2, pool=[True])
+        pack_and_pool([x], tiles_of(layout), row_dim=2, num_pooled=1)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +532,7 @@ def _filled(storage, x):
 def test_pack_equals_torch(name):
     case = CASES[name]
     x, tiles = tensor_of(case), tiles_of(layout_of(case, "cuda"))
-    found = pack_and_pool([on_cuda(x)], tiles, row_dim=ROW_DIM[case.layout], pool=[True])
+    found = pack_and_pool([on_cuda(x)], tiles, row_dim=ROW_DIM[case.layout], num_pooled=1)
     check_pack(case, x, layout_of(case), found)
 
 
@@ -511,12 +563,12 @@ def test_fifty_runs_at_full_length_give_the_same_bits(layout):
     case = WAN._replace(layout=layout)
     where, row_dim = layout_of(case, "cuda"), ROW_DIM[layout]
     x, tiles = tensor_of(case).cuda(), tiles_of(where)
-    (packed,), (means,) = pack_and_pool([x], tiles, row_dim=row_dim, pool=[True])
+    (packed,), (means,) = pack_and_pool([x], tiles, row_dim=row_dim, num_pooled=1)
     assert torch.equal(packed, where.pack(x, tensor_layout=layout))
     assert_means(means, x.cpu(), layout_of(case), case)
     assert torch.equal(unpack(packed, tiles, row_dim=row_dim), x)
     for _ in range(50):
-        again, means_again = pack_and_pool([x], tiles, row_dim=row_dim, pool=[True])
+        again, means_again = pack_and_pool([x], tiles, row_dim=row_dim, num_pooled=1)
         assert torch.equal(again[0], packed)
         assert torch.equal(means_again[0], means)
 
@@ -531,7 +583,7 @@ def test_a_graph_follows_its_tensors_and_nothing_synchronises():
     coarse = coarse_of(case, layout).cuda()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        (packed,), (means,) = pack_and_pool([x], tiles, row_dim=2, pool=[True])
+        (packed,), (means,) = pack_and_pool([x], tiles, row_dim=2, num_pooled=1)
         out = unpack(packed, tiles, row_dim=2, gated=(gate, coarse))
     for seed in range(3):
         new = tensor_of(case, seed=seed)
@@ -541,7 +593,7 @@ def test_a_graph_follows_its_tensors_and_nothing_synchronises():
         assert_bits(out, gated_by_torch(case, packed.cpu(), gate.cpu(), coarse.cpu(), layout))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pack_and_pool([x], tiles, row_dim=2, pool=[True])
+        pack_and_pool([x], tiles, row_dim=2, num_pooled=1)
         unpack(packed, tiles, row_dim=2, gated=(gate, coarse))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -559,7 +611,7 @@ def test_streams_and_threads_do_not_disturb_each_other():
     def work(i):
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(30):
-                found[i].append(pack_and_pool([moved[i]], tiles[i], row_dim=2, pool=[True]))
+                found[i].append(pack_and_pool([moved[i]], tiles[i], row_dim=2, num_pooled=1))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
     for thread in threads:
@@ -579,7 +631,7 @@ def test_the_device_need_not_be_current():
     case = CASES["mixed"]
     x, tiles = tensor_of(case), tiles_of(layout_of(case, "cuda:1"))
     with torch.cuda.device(0):
-        found = pack_and_pool([x.to("cuda:1")], tiles, row_dim=2, pool=[True])
+        found = pack_and_pool([x.to("cuda:1")], tiles, row_dim=2, num_pooled=1)
         back = unpack(found[0][0], tiles, row_dim=2)
     check_pack(case, x, layout_of(case), found)
     assert_bits(back, x)
@@ -593,7 +645,7 @@ def test_offsets_past_two_to_the_31_elements():
     view = far.as_strided(x.shape, (0, 2**31 + 8, 136, 1))
     view.copy_(x)
     tiles = tiles_of(where)
-    (packed,), (means,) = pack_and_pool([view], tiles, row_dim=2, pool=[True])
+    (packed,), (means,) = pack_and_pool([view], tiles, row_dim=2, num_pooled=1)
     assert torch.equal(packed, where.pack(x))
     assert_means(means, x.cpu(), layout_of(case), case)
     slots = far.as_strided(packed.shape, (0, 2**31 + 8, 136, 1))
@@ -609,7 +661,7 @@ def test_more_than_two_to_the_31_elements():
     tiles = tiles_of(where)
     shape = (case.batch, case.heads, where.num_tokens, case.head_dim)
     x = torch.randn(shape, dtype=BF16, device="cuda")
-    (packed,), (means,) = pack_and_pool([x], tiles, row_dim=2, pool=[True])
+    (packed,), (means,) = pack_and_pool([x], tiles, row_dim=2, num_pooled=1)
     assert torch.equal(packed[-1, -2:], where.pack(x[-1:, -2:])[0])
     one = case._replace(batch=1, heads=2)
     assert_means(means[-1:, -2:], x[-1:, -2:].cpu(), layout_of(one), one)

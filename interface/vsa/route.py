@@ -155,7 +155,7 @@ def route(
     if regions:
         dense_rows = layout.num_prefix_tiles
         kept = [region[:2] for region in budgets if region not in regions]
-        if policy == "exempt":
+        if policy == "exempt" and layout.num_prefix_tiles:
             kept.append((0, layout.num_prefix_tiles))
     for start, stop, budget in regions:
         if budget > MAX_K:
@@ -164,13 +164,10 @@ def route(
                 f"{stop - 1}; supported: up to {MAX_K}, or all"
             )
 
-    video_rows = scores[:, :, dense_rows:].to(torch.float32)
-    chosen, chosen_counts = block_topk(video_rows, regions=regions, keep_spans=kept)
-    table = (*scores.shape[:3], chosen.shape[3])
-    indices = chosen.new_full(table, -1)
-    indices[:, :, dense_rows:] = chosen
-    counts = chosen_counts.new_zeros(table[:3])
-    counts[:, :, dense_rows:] = chosen_counts
+    indices, counts = block_topk(scores.to(torch.float32), regions=regions, keep_spans=kept)
+    if dense_rows:
+        indices[:, :, :dense_rows] = -1
+        counts[:, :, :dense_rows] = 0
     return BlockSelection(
         indices,
         counts,
