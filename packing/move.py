@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.cute_kernels.common.memo import Memo, key_of
 from sparse_atten.cute_kernels.common.nvrtc import Kernel, runs_kernels
 from sparse_atten.cute_kernels.common.steps import Address, Launches, Step
@@ -89,10 +90,10 @@ def pack_and_pool(
     Returns
     -------
     (packed, means), or None
-        Contiguous packed tensors with zeros in padding, and float32 means [B, H, N, D]. None instead
-        of both where the kernels do not take the call: they take plain bfloat16 and float16 CUDA
-        tensors with D = 64 or 128, contiguous in it, the other strides and the addresses multiples
-        of 16 bytes. Nothing is recorded for a gradient.
+        Contiguous packed tensors with zeros in padding, and float32 means [B, H, N, D]. None where
+        the kernels do not take the call: they take plain bfloat16 and float16 CUDA tensors with
+        D = 64 or 128, contiguous in it, the other strides and the addresses multiples of 16 bytes.
+        Nothing is recorded for a gradient.
     """
     if not all(runs_kernels(x) for x in tensors):
         return None
@@ -104,6 +105,8 @@ def pack_and_pool(
     call = _PACKS.find(key)
     if call is None:
         layouts = [Tensor4.of(x, row_dim) for x in tensors]
+        for i, (x, layout) in enumerate(zip(tensors, layouts, strict=True)):
+            _expect_shape(f"tensors[{i}]", x, layout.with_rows(blocks.num_tokens))
         if not all(takes(x, blocks) for x in layouts):
             return None
         call = _PACKS.keep(key, _pack_call(layouts, blocks, num_pooled, tensors[0].device))
@@ -130,27 +133,32 @@ def unpack(
     row_dim : {2, 1}
         Which dim of `packed` has the slots.
     gated : (Tensor, Tensor), optional
-        The gate, broadcastable to the output, and the coarse branch, float32 [B, H, N, D].
+        The gate, broadcastable to the output, and the coarse branch, [B, H, N, D].
 
     Returns
     -------
     Tensor or None
         [B, H, num_tokens, D] or [B, num_tokens, H, D], contiguous; None where the kernels do not
         take the call, see `pack_and_pool`. They take a gate of the dtype of `packed` or float32,
-        with one value for all of D or aligned likewise. Product and sum are float32, each rounded.
+        with one value for all of D or aligned likewise, and a contiguous float32 coarse branch.
+        Product and sum are float32, each rounded.
         Nothing is recorded for a gradient.
     """
-    gate, coarse = gated or (None, None)
-    given = [packed] if gate is None or coarse is None else [packed, gate, coarse.contiguous()]
+    given = [packed, *(gated or ())]
     if not runs_kernels(packed) or any(x.data_ptr() % ALIGNMENT for x in given):
         return None
     blocks = tiles.blocks
-    key = key_of(packed, gate, *blocks, row_dim)
+    key = key_of(*given, *blocks, row_dim)
     call = _UNPACKS.find(key)
     if call is None:
         layout, gate_layout = Tensor4.of(packed, row_dim), None
-        if gate is not None:
+        _expect_shape("packed", packed, layout.with_rows(blocks.num_slots))
+        if gated is not None:
+            gate, coarse = gated
             gate_layout = Tensor4.of(gate.expand(layout.with_rows(blocks.num_tokens)), row_dim)
+            if coarse.dtype != torch.float32 or not coarse.is_contiguous():
+                return None
+            _expect_shape("coarse", coarse, layout.summary_shape(blocks))
         if not takes(layout, blocks, gate_layout):
             return None
         call = _UNPACKS.keep(key, _unpack_call(layout, blocks, gate_layout, packed.device))
@@ -180,10 +188,7 @@ def _pack_call(
         steps.append(pack_step(layout, blocks, addresses))
     return _Pack(
         [layout.with_rows(blocks.num_slots) for layout in layouts],
-        [
-            (layout.shape[0], layout.num_heads, blocks.num_blocks, layout.head_dim)
-            for layout in layouts[:num_pooled]
-        ],
+        [layout.summary_shape(blocks) for layout in layouts[:num_pooled]],
         _runner(layouts, steps, device),
     )
 
@@ -206,6 +211,11 @@ def _runner(
         return None
     kernels = [_kernel(config, step.kernel, device) for config, step in busy]
     return Launches(kernels, [step for _, step in busy])
+
+
+def _expect_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {describe(x)}")
 
 
 @cache

@@ -62,6 +62,19 @@ def program(config: Config) -> Program:
     return Program.read(path, BF16=int(config.dtype == "bf16"), HEAD_DIM=config.head_dim)
 
 
+class Blocks(NamedTuple):
+    """Numbers of a packed sequence: blocks, slots of a block, tokens."""
+
+    num_blocks: int
+    block_size: int
+    num_tokens: int
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the packed sequence."""
+        return self.num_blocks * self.block_size
+
+
 class Tensor4(NamedTuple):
     """Layout of a [B, H, S, D] or [B, S, H, D] tensor; `row_dim` is the dim of S, 2 or 1."""
 
@@ -98,24 +111,15 @@ class Tensor4(NamedTuple):
         """Return the shape with another S."""
         return (*self.shape[: self.row_dim], num_rows, *self.shape[self.row_dim + 1 :])
 
+    def summary_shape(self, blocks: Blocks) -> tuple[int, int, int, int]:
+        """Return the shape of what has one row for each block: [B, H, N, D]."""
+        return self.shape[0], self.num_heads, blocks.num_blocks, self.head_dim
+
     def contiguous(self, num_rows: int) -> Tensor4:
         """Return the layout of a contiguous tensor of this shape, with another S."""
         shape = self.with_rows(num_rows)
         strides = tuple(prod(shape[dim + 1 :]) for dim in range(4))
         return Tensor4(shape, strides, self.dtype, self.row_dim)
-
-
-class Blocks(NamedTuple):
-    """Numbers of a packed sequence: blocks, slots of a block, tokens."""
-
-    num_blocks: int
-    block_size: int
-    num_tokens: int
-
-    @property
-    def num_slots(self) -> int:
-        """Rows of the packed sequence."""
-        return self.num_blocks * self.block_size
 
 
 def takes(x: Tensor4, blocks: Blocks, gate: Tensor4 | None = None) -> bool:

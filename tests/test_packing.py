@@ -243,7 +243,8 @@ GATES = {"full": "bhsd", "vector": "d", "token": "b1s1", "head": "1h11", "scalar
 
 def gate_of(case, kind, dtype, layout):
     generator = torch.Generator().manual_seed(3)
-    full = dict(zip("bhsd", (case.batch, case.heads, layout.num_tokens, case.head_dim), strict=True))
+    sizes = case.batch, case.heads, layout.num_tokens, case.head_dim
+    full = dict(zip("bhsd", sizes, strict=True))
     shape = [full.get(letter, 1) for letter in GATES[kind]]
     gate = torch.randn(shape, generator=generator).to(dtype)
     return gate.transpose(1, 2).contiguous() if case.layout == "bshd" and len(shape) == 4 else gate
@@ -264,7 +265,7 @@ def coarse_of(case, layout):
 
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("is_float", [False, True])
-@pytest.mark.parametrize("name", ["mixed", "narrow_bshd", "blocks_of_8", "blocks_of_65", "no_batch"])
+@pytest.mark.parametrize("name", ["mixed", "narrow_bshd", "blocks_of_8", "blocks_of_65"])
 def test_emulated_gated_unpack_has_the_bits_of_torch(name, kind, is_float):
     case = CASES[name]
     layout = layout_of(case)
@@ -272,10 +273,8 @@ def test_emulated_gated_unpack_has_the_bits_of_torch(name, kind, is_float):
     gate = gate_of(case, kind, FP32 if is_float else case.dtype, layout)
     schedule = SCHEDULES[len(kind) % len(SCHEDULES)]
     with emulated(schedule) as launched:
-        found = unpack(
-            packed, tiles_of(layout), row_dim=ROW_DIM[case.layout], gated=(gate, coarse)
-        )
-    assert len(launched) == (case.batch > 0)
+        found = unpack(packed, tiles_of(layout), row_dim=ROW_DIM[case.layout], gated=(gate, coarse))
+    assert len(launched) == 1
     assert_bits(found, gated_by_torch(case, packed, gate, coarse, layout))
 
 
@@ -393,10 +392,31 @@ def test_tensors_that_kernels_do_not_take():
         }
         for name, gate in gates.items():
             assert unpack(packed, tiles, row_dim=2, gated=(gate, coarse)) is None, name
+        gate = gate_of(case, "full", FP16, layout)
+        for other in (coarse.double(), coarse.mT.contiguous().mT):
+            assert unpack(packed, tiles, row_dim=2, gated=(gate, other)) is None
         assert unpack(packed.float(), tiles, row_dim=2) is None
         assert launched == ["pack"]
     assert pack_and_pool([x], tiles, row_dim=2, num_pooled=1) is None  # on the CPU
     assert unpack(packed, tiles, row_dim=2) is None
+
+
+def test_wrong_shapes_are_named():
+    case = CASES["blocks_of_8"]
+    layout = layout_of(case)
+    tiles, x = tiles_of(layout), tensor_of(case)
+    packed, coarse = layout.pack(x), coarse_of(case, layout)
+    gate = torch.ones((), dtype=FP16)
+    with emulated() as launched:
+        with pytest.raises(
+            ValueError, match=r"tensors\[1\] must be \[2, 3, 56, 128\], got float16"
+        ):
+            pack_and_pool([x, packed], tiles, row_dim=2, num_pooled=1)
+        with pytest.raises(ValueError, match=r"packed must be \[2, 3, 88, 128\], got float16 \[2"):
+            unpack(x, tiles, row_dim=2)
+        with pytest.raises(ValueError, match=r"coarse must be \[2, 3, 11, 128\], got float32 \[2"):
+            unpack(packed, tiles, row_dim=2, gated=(gate, coarse[:, :, 1:].contiguous()))
+        assert launched == []
 
 
 def test_emulated_ids_outside_the_tokens_are_padding():
@@ -502,14 +522,16 @@ def test_rows_move_16_bytes_at_a_time():
             assert "ld.global.nc.v4.u32" in loads, name
 
 
+PARAMETER = r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?"
+
+
 def test_signatures_are_those_of_the_kernels():
     sizes = {"u64": 8, "s64": 8, "u32": 4, "s32": 4, "b64": 8, "b32": 4, "f32": 4}
     ptx = ptx_of(plan.CONFIGS[0])
     for name, signature in plan.SIGNATURES.items():
         head = ptx.split(f".entry {name}(")[1].split(")")[0]
         found = [
-            int(array) if array else sizes[kind]
-            for kind, array in re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", head)
+            int(array) if array else sizes[kind] for kind, array in re.findall(PARAMETER, head)
         ]
         codes = re.findall(r"\d*[a-zA-Z]", signature)
         assert found == [struct.calcsize(code) for code in codes], name
@@ -550,7 +572,8 @@ def test_unpack_equals_torch(name):
     for kind in GATES:
         for dtype in (case.dtype, FP32):
             gate = gate_of(case, kind, dtype, layout)
-            found = unpack(packed.cuda(), tiles, row_dim=row_dim, gated=(gate.cuda(), coarse.cuda()))
+            gated = gate.cuda(), coarse.cuda()
+            found = unpack(packed.cuda(), tiles, row_dim=row_dim, gated=gated)
             assert_bits(found, gated_by_torch(case, packed, gate, coarse, layout))
 
 

@@ -1,8 +1,8 @@
 """`video_sparse_attention`: pack, pool, route, attend and unpack in one call.
 
-Each stage is public, so that it can be timed, shown or replaced: `VideoLayout.pack`,
-`pool_blocks`, `route_scores`, `route`, `sparse_atten.sparse_atten_func`, `VideoLayout.unpack`, and
-for the coarse branch `coarse_attention` and `VideoLayout.broadcast`.
+Each stage is public, so that it can be timed, shown or replaced: `pack_and_pool`, `route_scores`,
+`route`, `sparse_atten.sparse_atten_func`, `VideoLayout.unpack`; with a coarse branch
+`coarse_attention` and `unpack_gated` instead of the last.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_atten import packing
 from sparse_atten.attention import sparse_atten_func
-from sparse_atten.contracts import DTYPES, BlockSelection, Layout, options_of, records_grad
+from sparse_atten.contracts import DTYPES, BlockSelection, Layout, options_of
 from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.reference import without_autocast
+from sparse_atten.vsa.fused import expect_gate, pack_and_pool, unpack_gated
 from sparse_atten.vsa.layout import VideoLayout, sequence_dim
-from sparse_atten.vsa.pool import pool_blocks
 from sparse_atten.vsa.route import Policy, Sparsity, expect_blocks, route, route_scores
 
 
@@ -92,31 +91,30 @@ def video_sparse_attention(
     Notes
     -----
     Workspace: packed copies of q, k, v and the output, and num_blocks^2 scores for each head.
-    On CUDA devices a call that records no gradient reads q, k and v once to pack and pool them, and
-    the packed output once, with the gate, to restore the order (see `sparse_atten.packing` for
-    which tensors); others take several passes in torch.
     Source: VSA (arXiv 2505.13389).
     """
     _check_inputs(q, k, v, layout, tensor_layout)
-    _check_gate(gate, q, v)
+    if gate is not None:
+        expect_gate(gate, ("q", q), [*q.shape[:3], v.shape[3]])
     scale = options_of(
         q, causal=False, softmax_scale=softmax_scale, lse_temperature=None, return_lse=True
     ).softmax_scale
 
-    num_pooled = 2 if gate is None else 3
-    packed, means = _pack_and_pool((q, k, v), layout, tensor_layout, num_pooled)
+    (q, k, v), means = pack_and_pool(
+        (q, k, v), layout, num_pooled=2 if gate is None else 3, tensor_layout=tensor_layout
+    )
     # Without a coarse branch nothing of the scores reaches the output but the choice.
     with torch.no_grad() if gate is None else nullcontext():
         scores = route_scores(means[0], means[1], softmax_scale=scale)
     selection = route(scores, layout, sparsity=sparsity, policy=policy, tensor_layout=tensor_layout)
     packed_out, packed_lse = sparse_atten_func(
-        *packed, selection, softmax_scale=scale, return_lse=True, backend=backend
+        q, k, v, selection, softmax_scale=scale, return_lse=True, backend=backend
     )
     if gate is None:
         out = layout.unpack(packed_out, tensor_layout=tensor_layout)
     else:
         coarse = coarse_attention(scores, means[2], layout.block_sizes)
-        out = _unpack_gated(packed_out, gate, coarse, layout, tensor_layout)
+        out = unpack_gated(packed_out, gate, coarse, layout, tensor_layout=tensor_layout)
     if not return_details:
         return out
     lse = packed_lse.index_select(2, layout.unpack_map)
@@ -169,38 +167,6 @@ def coarse_attention(scores: Tensor, v_mean: Tensor, block_sizes: Tensor) -> Ten
     return coarse.reshape(batch, heads, num_q_blocks, v_mean.shape[3])
 
 
-def _pack_and_pool(
-    tensors: Sequence[Tensor], layout: VideoLayout, tensor_layout: Layout, num_pooled: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Pack all tensors, and average the blocks of the first so many."""
-    if not records_grad(*tensors):
-        row_dim = sequence_dim(tensor_layout)
-        moved = packing.pack_and_pool(tensors, layout.tiles, row_dim=row_dim, num_pooled=num_pooled)
-        if moved is not None:
-            return moved
-    packed = [layout.pack(x, tensor_layout=tensor_layout) for x in tensors]
-    # The choice of blocks has no gradient; only the coarse branch, which pools v too, does.
-    with torch.no_grad() if num_pooled < len(tensors) else nullcontext():
-        means = [pool_blocks(x, layout, tensor_layout=tensor_layout) for x in packed[:num_pooled]]
-    return packed, means
-
-
-def _unpack_gated(
-    packed: Tensor, gate: Tensor, coarse: Tensor, layout: VideoLayout, tensor_layout: Layout
-) -> Tensor:
-    """Unpack the output and add the coarse branch, one row of `coarse` for each block."""
-    if not records_grad(packed, gate, coarse):
-        row_dim = sequence_dim(tensor_layout)
-        moved = packing.unpack(packed, layout.tiles, row_dim=row_dim, gated=(gate, coarse))
-        if moved is not None:
-            return moved
-    out = layout.unpack(packed, tensor_layout=tensor_layout)
-    if tensor_layout == "bshd":
-        coarse = coarse.transpose(1, 2)
-    coarse = layout.broadcast(coarse, tensor_layout=tensor_layout)
-    return (out + gate * coarse).to(out.dtype)
-
-
 def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, layout: VideoLayout, tensor_layout: Layout
 ) -> None:
@@ -222,16 +188,3 @@ def _check_inputs(
         raise ValueError(f"v must have the batch and heads of k, {describe(k)}, got {describe(v)}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads} heads")
-
-
-def _check_gate(gate: object, q: Tensor, v: Tensor) -> None:
-    if gate is None:
-        return
-    if not isinstance(gate, Tensor) or not gate.is_floating_point():
-        raise TypeError(f"gate must be a floating-point Tensor or None, got {describe(gate)}")
-    out_shape = [*q.shape[:3], v.shape[3]]
-    sizes = zip(reversed(gate.shape), reversed(out_shape), strict=False)
-    if gate.dim() > 4 or any(size not in (1, full) for size, full in sizes):
-        raise ValueError(f"gate must be broadcastable to {out_shape}, got {describe(gate)}")
-    if gate.device != q.device:
-        raise ValueError(f"gate must be on q's device {q.device}, got {describe(gate)}")
