@@ -168,8 +168,8 @@ def route(
 
     indices, counts = block_topk(scores.to(torch.float32), regions=regions, keep_spans=kept)
     if dense_rows:
-        indices[:, :, :dense_rows] = -1
-        counts[:, :, :dense_rows] = 0
+        indices[:, :, :dense_rows].fill_(-1)
+        counts[:, :, :dense_rows].zero_()
     return BlockSelection(
         indices,
         counts,
