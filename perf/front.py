@@ -102,7 +102,7 @@ def stages(
 
     def plain(call: Callable[[], object]) -> Callable[[], object]:
         def without_kernels() -> object:
-            with mock.patch.object(move, "runs_kernels", lambda _: False):
+            with mock.patch.object(move, "runs_kernels", return_value=False):
                 return call()
 
         return without_kernels
