@@ -36,10 +36,11 @@ class Case(NamedTuple):
     view: str = "plain"
 
 
-MIXED = (77, (5, 6, 9), 3, (4, 5, 17))
+MIXED = (77, (3, 6, 9), 3)
 SMALL = (5, (3, 2, 4), 9, (2, 3, 3))
 CASES = {
     "video": Case(((5, 6, 9),)),
+    "two_videos": Case((77, (1, 6, 9), 3, (4, 5, 17)), heads=1, dtype=FP16),
     "video_bshd": Case(((5, 6, 9),), layout="bshd", dtype=FP16),
     "mixed": Case(MIXED, dtype=FP16),
     "mixed_bshd": Case(MIXED, layout="bshd", heads=3),
@@ -48,7 +49,7 @@ CASES = {
     "text_only": Case((300,)),
     "one_token": Case((1,), batch=2, heads=1),
     "blocks_of_one_token": Case(SMALL, tile=(1, 1, 1)),
-    "blocks_of_8": Case(SMALL, tile=(2, 2, 2), batch=2, heads=3, dtype=FP16),
+    "blocks_of_8": Case(SMALL, tile=(2, 2, 2), batch=2, heads=2, dtype=FP16),
     "blocks_of_27": Case(SMALL, tile=(3, 3, 3), heads=1, layout="bshd"),
     "blocks_of_65": Case((130, (1, 13, 9)), tile=(1, 13, 5), head_dim=64),
     "blocks_of_256": Case(((5, 9, 9), 300), tile=(4, 8, 8), heads=1, dtype=FP16),
@@ -191,7 +192,7 @@ def test_emulated_means_of_exact_sums_have_the_bits_of_torch(name):
 
 
 def test_emulated_inputs_of_several_heads_and_head_dims():
-    case = CASES["blocks_of_8"]
+    case = CASES["blocks_of_8"]._replace(batch=1)
     layout, tiles = layout_of(case), tiles_of(layout_of(case))
     others = [case._replace(heads=1), case._replace(heads=1, head_dim=64)]
     x = [tensor_of(c, seed=i) for i, c in enumerate([case, *others])]
@@ -312,11 +313,11 @@ def test_emulated_known_calls_follow_their_tensors():
 @pytest.mark.parametrize("kind", [None, "full", "scalar"])
 @pytest.mark.parametrize("tensor_layout", ["bhsd", "bshd"])
 def test_emulated_video_attention_has_the_bits_of_torch(tensor_layout, kind):
-    case = Case(SMALL, tile=(2, 2, 2), heads=4, head_dim=64, layout=tensor_layout)
+    case = Case(SMALL, tile=(2, 2, 2), head_dim=64, layout=tensor_layout)
     layout = layout_of(case)
-    cases = [case, case._replace(heads=2), case._replace(heads=2, head_dim=128)]
-    q, k, v = (tensor_of(c, exact=True, seed=i) for i, c in enumerate(cases))
-    gate = None if kind is None else gate_of(cases[2]._replace(heads=4), kind, BF16, layout)
+    cases = [case, case._replace(heads=1), case._replace(heads=1, head_dim=128)]
+    q, k, v = (tensor_of(c, exact=True, seed=i).requires_grad_() for i, c in enumerate(cases))
+    gate = None if kind is None else gate_of(cases[2]._replace(heads=2), kind, BF16, layout)
 
     def attend():
         return video_sparse_attention(
@@ -327,17 +328,14 @@ def test_emulated_video_attention_has_the_bits_of_torch(tensor_layout, kind):
             return_details=True,
         )
 
-    expected, details = attend()
+    with torch.no_grad():
+        expected, details = attend()
     with emulated() as launched:
-        found, found_details = attend()
-        assert launched == ["pack"] * 3 + [UNPACKS[kind]]
-        for x in (q, k, v):
-            x.requires_grad_()
         attend()
-        assert len(launched) == 4  # torch runs what records a gradient
+        assert launched == []  # torch runs what records a gradient
         with torch.no_grad():
-            attend()
-        assert len(launched) == 8
+            found, found_details = attend()
+        assert launched == ["pack"] * 3 + [UNPACKS[kind]]
     assert torch.equal(found_details.scores, details.scores)
     assert torch.equal(found_details.selection.q2k_indices, details.selection.q2k_indices)
     assert_bits(found, expected)
@@ -371,7 +369,7 @@ def test_tensors_that_kernels_do_not_take():
     layout = layout_of(case)
     tiles, x = tiles_of(layout), tensor_of(case)
     packed, coarse = layout.pack(x), coarse_of(case, layout)
-    wide = torch.zeros(2, 3, layout.num_tokens, 132, dtype=FP16)
+    wide = torch.zeros(2, 2, layout.num_tokens, 132, dtype=FP16)
     refused = {
         "float32": x.float(),
         "float64": x.double(),
@@ -409,18 +407,18 @@ def test_wrong_shapes_are_named():
     gate = torch.ones((), dtype=FP16)
     with emulated() as launched:
         with pytest.raises(
-            ValueError, match=r"tensors\[1\] must be \[2, 3, 56, 128\], got float16"
+            ValueError, match=r"tensors\[1\] must be \[2, 2, 56, 128\], got float16"
         ):
             pack_and_pool([x, packed], tiles, row_dim=2, num_pooled=1)
-        with pytest.raises(ValueError, match=r"packed must be \[2, 3, 88, 128\], got float16 \[2"):
+        with pytest.raises(ValueError, match=r"packed must be \[2, 2, 88, 128\], got float16 \[2"):
             unpack(x, tiles, row_dim=2)
-        with pytest.raises(ValueError, match=r"coarse must be \[2, 3, 11, 128\], got float32 \[2"):
+        with pytest.raises(ValueError, match=r"coarse must be \[2, 2, 11, 128\], got float32 \[2"):
             unpack(packed, tiles, row_dim=2, gated=(gate, coarse[:, :, 1:].contiguous()))
         assert launched == []
 
 
 def test_emulated_ids_outside_the_tokens_are_padding():
-    case = CASES["blocks_of_8"]
+    case = CASES["blocks_of_8"]._replace(batch=1)
     layout, x = layout_of(case), tensor_of(case)
     wild = layout.pack_map.clone()
     wild[2], wild[11], wild[12], wild[40] = layout.num_tokens, 2**40, -(2**63), 2**31
