@@ -1,97 +1,42 @@
-"""tiles.cu against torch: under a PTX emulator, and on a GPU where there is one."""
+"""tiles.cu against torch under a PTX emulator; test_packing_gpu.py has what needs a GPU."""
 
 from __future__ import annotations
 
 import re
 import struct
-import threading
 from contextlib import contextmanager
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from emulation import OWN, SCHEDULES, emulator
+from packing_cases import (
+    BF16,
+    CASES,
+    FP16,
+    FP32,
+    GATES,
+    INF,
+    NAN,
+    ROW_DIM,
+    SMALL,
+    Case,
+    assert_bits,
+    assert_means,
+    check_pack,
+    coarse_of,
+    gate_of,
+    gated_by_torch,
+    layout_of,
+    poisoned_slots,
+    tensor_of,
+    tiles_of,
+)
 
-from sparse_atten.packing import move, pack_and_pool, plan, preload, unpack
-from sparse_atten.vsa import VideoLayout, pool_blocks, video_sparse_attention
+from sparse_atten.packing import move, pack_and_pool, plan, unpack
+from sparse_atten.vsa import pool_blocks, video_sparse_attention
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAN, INF = float("nan"), float("inf")
-ROW_DIM = {"bhsd": 2, "bshd": 1}
-
-
-class Case(NamedTuple):
-    """Segments and tile, then the tensor: batch, heads, head dim, dtype, layout, how it is made."""
-
-    segments: tuple
-    tile: tuple[int, int, int] = (4, 4, 8)
-    batch: int = 1
-    heads: int = 2
-    head_dim: int = 128
-    dtype: torch.dtype = BF16
-    layout: str = "bhsd"
-    view: str = "plain"
-
-
-MIXED = (77, (3, 6, 9), 3)
-SMALL = (5, (3, 2, 4), 9, (2, 3, 3))
-CASES = {
-    "video": Case(((5, 6, 9),)),
-    "two_videos": Case((77, (1, 6, 9), 3, (4, 5, 17)), heads=1, dtype=FP16),
-    "video_bshd": Case(((5, 6, 9),), layout="bshd", dtype=FP16),
-    "mixed": Case(MIXED, dtype=FP16),
-    "mixed_bshd": Case(MIXED, layout="bshd", heads=3),
-    "narrow": Case(MIXED, head_dim=64, batch=2),
-    "narrow_bshd": Case(MIXED, head_dim=64, layout="bshd", dtype=FP16),
-    "text_only": Case((300,)),
-    "one_token": Case((1,), batch=2, heads=1),
-    "blocks_of_one_token": Case(SMALL, tile=(1, 1, 1)),
-    "blocks_of_8": Case(SMALL, tile=(2, 2, 2), batch=2, heads=2, dtype=FP16),
-    "blocks_of_27": Case(SMALL, tile=(3, 3, 3), heads=1, layout="bshd"),
-    "blocks_of_65": Case((130, (1, 13, 9)), tile=(1, 13, 5), head_dim=64),
-    "blocks_of_256": Case(((5, 9, 9), 300), tile=(4, 8, 8), heads=1, dtype=FP16),
-    "joint_projection": Case(SMALL, tile=(2, 2, 2), batch=2, view="joint"),
-    "joint_projection_bshd": Case(SMALL, tile=(2, 2, 2), batch=2, layout="bshd", view="joint"),
-    "shared_by_heads": Case(SMALL, tile=(2, 2, 2), heads=4, view="expanded"),
-    "odd_strides_of_single_dims": Case(SMALL, tile=(2, 2, 2), heads=1, view="single"),
-    "no_batch": Case(SMALL, tile=(2, 2, 2), batch=0),
-    "no_token": Case((), layout="bshd"),
-}
-
-
-def layout_of(case, device="cpu"):
-    return VideoLayout.from_segments(case.segments, case.tile, device)
-
-
-def tiles_of(layout):
-    return move.Tiles(layout.pack_map, layout.block_sizes, layout.block_size, layout.num_tokens)
-
-
-def tensor_of(case, *, exact=False, seed=0):
-    """Tokens of a case. Exact: sums of a block have no rounding errors, in any order."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = layout_of(case).num_tokens
-    shape = [case.batch, case.heads, rows, case.head_dim]
-    if case.layout == "bshd":
-        shape = [case.batch, rows, case.heads, case.head_dim]
-
-    def draw(*size):
-        if exact:
-            return (torch.randint(-16, 17, size, generator=generator) / 8).to(case.dtype)
-        return torch.randn(size, generator=generator).to(case.dtype)
-
-    if case.view == "joint":
-        joint = draw(case.batch, rows, 3, case.heads, case.head_dim)
-        return joint[:, :, 1] if case.layout == "bshd" else joint[:, :, 1].transpose(1, 2)
-    if case.view == "expanded":
-        return draw(case.batch, 1, rows, case.head_dim).expand(shape)
-    x = draw(*shape)
-    if case.view == "single":
-        x = x.as_strided(x.shape, (3, 5, case.head_dim, 1))
-    return x
 
 
 @contextmanager
@@ -141,32 +86,6 @@ def ptx_of(config):
     if config not in PTX:
         PTX[config] = plan.program(config).compile((9, 0)).ptx
     return PTX[config]
-
-
-def assert_bits(found, expected):
-    """Equal, NaN where NaN is expected."""
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-
-
-def assert_means(found, x, layout, case):
-    """Within the rounding errors of float32 sums in any order of so many steps."""
-    packed = layout.pack(x.double(), tensor_layout=case.layout)
-    expected = pool_blocks(packed, layout, tensor_layout=case.layout)
-    sizes = pool_blocks(packed.abs(), layout, tensor_layout=case.layout)
-    # A thread's rows one by one, then lanes of a warp, then warps, then the division.
-    steps = -(-layout.block_size // (2048 // case.head_dim)) + 2 + 8 + 1
-    error = (found.cpu().double() - expected).abs()
-    assert found.dtype == FP32
-    assert (error <= 1.01 * steps * 2.0**-24 * sizes).all(), (error / sizes).max()
-
-
-def check_pack(case, x, layout, found):
-    (packed,), (means,) = found
-    expected = layout.pack(x, tensor_layout=case.layout)
-    assert packed.is_contiguous()
-    assert torch.equal(packed.cpu().view(torch.int16), expected.view(torch.int16))
-    assert means.is_contiguous()
-    assert_means(means, x, layout, case)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -219,14 +138,6 @@ def test_emulated_non_finite_tokens_stay_in_their_blocks():
     assert (packed[:, :, layout.pack_map < 0] == 0).all()
 
 
-def poisoned_slots(case, layout, *, seed=1):
-    """A packed tensor of a case whose padding is NaN."""
-    packed = layout.pack(tensor_of(case, seed=seed), tensor_layout=case.layout)
-    padding = (slice(None),) * ROW_DIM[case.layout] + (layout.pack_map < 0,)
-    packed[padding] = NAN
-    return packed
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_emulated_unpack_equals_torch(name):
     case = CASES[name]
@@ -236,32 +147,6 @@ def test_emulated_unpack_equals_torch(name):
         found = unpack(packed, tiles_of(layout), row_dim=ROW_DIM[case.layout])
     assert found.is_contiguous()
     assert_bits(found, layout.unpack(packed, tensor_layout=case.layout))
-
-
-# Shapes as B, H, S, D; 0 stands for the full extent, a missing dim for none.
-GATES = {"full": "bhsd", "vector": "d", "token": "b1s1", "head": "1h11", "scalar": ""}
-
-
-def gate_of(case, kind, dtype, layout):
-    generator = torch.Generator().manual_seed(3)
-    sizes = case.batch, case.heads, layout.num_tokens, case.head_dim
-    full = dict(zip("bhsd", sizes, strict=True))
-    shape = [full.get(letter, 1) for letter in GATES[kind]]
-    gate = torch.randn(shape, generator=generator).to(dtype)
-    return gate.transpose(1, 2).contiguous() if case.layout == "bshd" and len(shape) == 4 else gate
-
-
-def gated_by_torch(case, packed, gate, coarse, layout):
-    out = layout.unpack(packed, tensor_layout=case.layout)
-    if case.layout == "bshd":
-        coarse = coarse.transpose(1, 2)
-    coarse = layout.broadcast(coarse, tensor_layout=case.layout)
-    return (out + gate * coarse).to(out.dtype)
-
-
-def coarse_of(case, layout):
-    shape = case.batch, case.heads, layout.num_blocks, case.head_dim
-    return torch.randn(shape, generator=torch.Generator().manual_seed(4))
 
 
 @pytest.mark.parametrize("kind", GATES)
@@ -533,157 +418,3 @@ def test_signatures_are_those_of_the_kernels():
         ]
         codes = re.findall(r"\d*[a-zA-Z]", signature)
         assert found == [struct.calcsize(code) for code in codes], name
-
-
-def on_cuda(x):
-    """The same tensor on the GPU; strides are kept."""
-    storage = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-    return storage if 0 in x.shape else _filled(storage, x)
-
-
-def _filled(storage, x):
-    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    storage.as_strided((extent,), (1,)).copy_(x.as_strided((extent,), (1,)))
-    return storage
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_pack_equals_torch(name):
-    case = CASES[name]
-    x, tiles = tensor_of(case), tiles_of(layout_of(case, "cuda"))
-    found = pack_and_pool([on_cuda(x)], tiles, row_dim=ROW_DIM[case.layout], num_pooled=1)
-    check_pack(case, x, layout_of(case), found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_unpack_equals_torch(name):
-    case = CASES[name]
-    layout = layout_of(case)
-    tiles, row_dim = tiles_of(layout_of(case, "cuda")), ROW_DIM[case.layout]
-    packed, coarse = poisoned_slots(case, layout), coarse_of(case, layout)
-    assert_bits(
-        unpack(packed.cuda(), tiles, row_dim=row_dim),
-        layout.unpack(packed, tensor_layout=case.layout),
-    )
-    for kind in GATES:
-        for dtype in (case.dtype, FP32):
-            gate = gate_of(case, kind, dtype, layout)
-            gated = gate.cuda(), coarse.cuda()
-            found = unpack(packed.cuda(), tiles, row_dim=row_dim, gated=gated)
-            assert_bits(found, gated_by_torch(case, packed, gate, coarse, layout))
-
-
-WAN = Case(((21, 45, 80),), heads=4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_fifty_runs_at_full_length_give_the_same_bits(layout):
-    case = WAN._replace(layout=layout)
-    where, row_dim = layout_of(case, "cuda"), ROW_DIM[layout]
-    x, tiles = tensor_of(case).cuda(), tiles_of(where)
-    (packed,), (means,) = pack_and_pool([x], tiles, row_dim=row_dim, num_pooled=1)
-    assert torch.equal(packed, where.pack(x, tensor_layout=layout))
-    assert_means(means, x.cpu(), layout_of(case), case)
-    assert torch.equal(unpack(packed, tiles, row_dim=row_dim), x)
-    for _ in range(50):
-        again, means_again = pack_and_pool([x], tiles, row_dim=row_dim, num_pooled=1)
-        assert torch.equal(again[0], packed)
-        assert torch.equal(means_again[0], means)
-
-
-@pytest.mark.gpu
-def test_a_graph_follows_its_tensors_and_nothing_synchronises():
-    case = CASES["mixed"]
-    layout, where = layout_of(case), layout_of(case, "cuda")
-    tiles = tiles_of(where)
-    preload("cuda")
-    x, gate = tensor_of(case).cuda(), gate_of(case, "full", case.dtype, layout).cuda()
-    coarse = coarse_of(case, layout).cuda()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (packed,), (means,) = pack_and_pool([x], tiles, row_dim=2, num_pooled=1)
-        out = unpack(packed, tiles, row_dim=2, gated=(gate, coarse))
-    for seed in range(3):
-        new = tensor_of(case, seed=seed)
-        x.copy_(new)
-        graph.replay()
-        check_pack(case, new, layout, ([packed], [means]))
-        assert_bits(out, gated_by_torch(case, packed.cpu(), gate.cpu(), coarse.cpu(), layout))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        pack_and_pool([x], tiles, row_dim=2, num_pooled=1)
-        unpack(packed, tiles, row_dim=2, gated=(gate, coarse))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_streams_and_threads_do_not_disturb_each_other():
-    cases = [CASES[name] for name in ("mixed", "narrow", "video", "blocks_of_256")]
-    inputs = [tensor_of(case) for case in cases]
-    moved = [x.cuda() for x in inputs]
-    tiles = [tiles_of(layout_of(case, "cuda")) for case in cases]
-    torch.cuda.synchronize()
-    found = [[] for _ in cases]
-
-    def work(i):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(30):
-                found[i].append(pack_and_pool([moved[i]], tiles[i], row_dim=2, num_pooled=1))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.cuda.synchronize()
-    for case, x, results in zip(cases, inputs, found, strict=True):
-        assert len(results) == 30
-        for result in results:
-            check_pack(case, x, layout_of(case), result)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_the_device_need_not_be_current():
-    case = CASES["mixed"]
-    x, tiles = tensor_of(case), tiles_of(layout_of(case, "cuda:1"))
-    with torch.cuda.device(0):
-        found = pack_and_pool([x.to("cuda:1")], tiles, row_dim=2, num_pooled=1)
-        back = unpack(found[0][0], tiles, row_dim=2)
-    check_pack(case, x, layout_of(case), found)
-    assert_bits(back, x)
-
-
-@pytest.mark.gpu
-def test_offsets_past_two_to_the_31_elements():
-    case = Case(((21, 45, 80),), heads=2)
-    where, x = layout_of(case, "cuda"), tensor_of(case).cuda()
-    far = torch.empty(2**31 + 2**25, dtype=BF16, device="cuda")
-    view = far.as_strided(x.shape, (0, 2**31 + 8, 136, 1))
-    view.copy_(x)
-    tiles = tiles_of(where)
-    (packed,), (means,) = pack_and_pool([view], tiles, row_dim=2, num_pooled=1)
-    assert torch.equal(packed, where.pack(x))
-    assert_means(means, x.cpu(), layout_of(case), case)
-    slots = far.as_strided(packed.shape, (0, 2**31 + 8, 136, 1))
-    slots.copy_(packed)
-    assert torch.equal(unpack(slots, tiles, row_dim=2), x)
-
-
-@pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
-    """Wan at 720p with a batch of 6: each packed tensor has 2.8e9 elements."""
-    case = WAN._replace(heads=40, batch=6)
-    where = layout_of(case, "cuda")
-    tiles = tiles_of(where)
-    shape = (case.batch, case.heads, where.num_tokens, case.head_dim)
-    x = torch.randn(shape, dtype=BF16, device="cuda")
-    (packed,), (means,) = pack_and_pool([x], tiles, row_dim=2, num_pooled=1)
-    assert torch.equal(packed[-1, -2:], where.pack(x[-1:, -2:])[0])
-    one = case._replace(batch=1, heads=2)
-    assert_means(means[-1:, -2:], x[-1:, -2:].cpu(), layout_of(one), one)
-    assert torch.equal(unpack(packed, tiles, row_dim=2), x)
