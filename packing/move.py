@@ -145,7 +145,8 @@ def unpack(
         Nothing is recorded for a gradient.
     """
     given = [packed, *(gated or ())]
-    if not runs_kernels(packed) or any(x.data_ptr() % ALIGNMENT for x in given):
+    vectors = [x for x in given if x.shape[-1:] not in ((), (1,))]
+    if not runs_kernels(packed) or any(x.data_ptr() % ALIGNMENT for x in vectors):
         return None
     blocks = tiles.blocks
     key = key_of(*given, *blocks, row_dim)

@@ -26,6 +26,7 @@ _GATE = struct.Struct("@3q")
 _THREADS = 256
 _MAX_GRID = 2**31 - 1
 _MAX_TOKENS = 2**31 - 1
+_MAX_BLOCK_SIZE = 2**30
 
 SIGNATURES = {
     "pack": f"PPPPP{_PLAN.size}s",
@@ -127,7 +128,7 @@ def takes(x: Tensor4, blocks: Blocks, gate: Tensor4 | None = None) -> bool:
     if x.dtype not in DTYPES or x.head_dim not in HEAD_DIMS or not _is_aligned(x):
         return False
     items = x.shape[0] * x.num_heads * blocks.num_blocks
-    if items > _MAX_GRID or blocks.num_tokens > _MAX_TOKENS:
+    if items > _MAX_GRID or blocks.num_tokens > _MAX_TOKENS or blocks.block_size > _MAX_BLOCK_SIZE:
         return False
     if gate is None:
         return True

@@ -176,6 +176,18 @@ def test_emulated_gates_and_coarse_rows_may_be_extreme():
     assert_bits(found, gated_by_torch(case, packed, gate, coarse, layout))
 
 
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_emulated_gates_of_one_value_may_lie_anywhere(dtype):
+    case = CASES["blocks_of_8"]._replace(batch=1)
+    layout = layout_of(case)
+    packed, coarse = poisoned_slots(case, layout), coarse_of(case, layout)
+    for gate in (torch.randn(5).to(dtype)[3], off_by(torch.randn(2, 1, 1).to(dtype), 1)):
+        with emulated() as launched:
+            found = unpack(packed, tiles_of(layout), row_dim=2, gated=(gate, coarse))
+        assert len(launched) == 1
+        assert_bits(found, gated_by_torch(case, packed, gate, coarse, layout))
+
+
 def test_emulated_known_calls_follow_their_tensors():
     case = CASES["blocks_of_8"]._replace(batch=1)
     layout = layout_of(case)
@@ -337,6 +349,7 @@ def test_large_offsets_and_grids():
     assert plan._PLAN.unpack(plan.pack_step(bshd, blocks, (0,) * 5).arguments[5])[-1] == 1
     assert not plan.takes(video, plan.Blocks(2**25, 128, 75600))
     assert not plan.takes(video, plan.Blocks(720, 128, 2**31))
+    assert not plan.takes(video, plan.Blocks(1, 2**30 + 1, 75600))
 
 
 def test_emulated_rows_far_apart():

@@ -91,6 +91,7 @@ def video_sparse_attention(
     Notes
     -----
     Workspace: packed copies of q, k, v and the output, and num_blocks^2 scores for each head.
+    Nothing synchronises; a CUDA graph can capture a call like one before.
     Source: VSA (arXiv 2505.13389).
     """
     _check_inputs(q, k, v, layout, tensor_layout)
