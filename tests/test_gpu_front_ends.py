@@ -74,10 +74,14 @@ def native(move: Callable[[Tensor], Tensor]) -> Tensor:
 def test_a_gpu_agrees_with_the_cpu(front_end):
     on_cpu = front_end(lambda x: x)
     on_gpu = front_end(lambda x: x.cuda())
+    assert_agree(on_gpu.cpu(), on_cpu)
+
+
+def assert_agree(found: Tensor, expected: Tensor) -> None:
     rtol = atol = 1e-4
-    if on_cpu.dtype == torch.bfloat16:  # a result next to a boundary may round to either side
-        rtol, atol = 0, 2.0**-7 * on_cpu.abs().max().item()
-    torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=rtol, atol=atol)
+    if expected.dtype == torch.bfloat16:  # a result next to a boundary may round to either side
+        rtol, atol = 0, 2.0**-7 * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def test_a_captured_video_call_follows_its_inputs():
@@ -86,7 +90,7 @@ def test_a_captured_video_call_follows_its_inputs():
     q, k, v, gate = (random(*shape, seed=s).bfloat16().cuda() for s in range(4))
 
     def attend() -> Tensor:
-        return video_sparse_attention(q, k, v, layout, sparsity=0.5, gate=gate, backend="auto")
+        return video_sparse_attention(q, k, v, layout, sparsity=0.5, gate=gate)
 
     attend()
     torch.cuda.synchronize()
@@ -97,7 +101,7 @@ def test_a_captured_video_call_follows_its_inputs():
         for i, x in enumerate((q, k, v, gate)):
             x.copy_(random(*shape, seed=10 * seed + i))
         graph.replay()
-        assert torch.equal(out, attend())
+        assert_agree(out, attend())
 
 
 @pytest.mark.parametrize("front_end", [video, half_video, language, native])
