@@ -30,7 +30,7 @@ struct Plan {  // mirrored by plan.py
 };
 
 struct GateStrides {  // mirrored by plan.py
-    int64 of[3];      // batch, head and row, in elements
+    int64 of[3];  // batch, head and row, in elements
 };
 
 struct Block {
