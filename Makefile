@@ -26,7 +26,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/sparse_atten
 	ln -s $(CURDIR)/interface/* $(TYPED)/sparse_atten/
-	ln -s $(CURDIR)/cute_kernels $(CURDIR)/csr $(CURDIR)/scheduler $(CURDIR)/topk $(TYPED)/sparse_atten/
+	ln -s $(CURDIR)/cute_kernels $(CURDIR)/csr $(CURDIR)/packing $(CURDIR)/scheduler $(CURDIR)/topk $(TYPED)/sparse_atten/
 	MYPYPATH=$(TYPED) $(BIN)/mypy -p sparse_atten
 
 $(VENV)/installed: pyproject.toml constraints.txt

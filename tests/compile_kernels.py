@@ -33,6 +33,7 @@ from sparse_atten.csr import device as csr
 from sparse_atten.cute_kernels.common.nvrtc import Program
 from sparse_atten.cute_kernels.common.offline import compile_offline
 from sparse_atten.cute_kernels.common.target import Target
+from sparse_atten.packing import plan as packing
 from sparse_atten.scheduler import device as scheduler
 from sparse_atten.topk import plan as topk
 
@@ -111,6 +112,8 @@ def cuda_programs() -> Iterator[tuple[str, Program]]:
     for is_wide in (False, True):
         yield f"csr wide={int(is_wide)}", csr.program(is_wide)
         yield f"scheduler wide={int(is_wide)}", scheduler.program(is_wide)
+    for config in packing.CONFIGS:
+        yield f"packing {config.dtype} head_dim={config.head_dim}", packing.program(config)
     for config in topk.CONFIGS:
         constants = " ".join(f"{name}={value}" for name, value in config._asdict().items() if value)
         yield f"topk {constants}", topk.program(config)

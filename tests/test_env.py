@@ -61,7 +61,7 @@ def test_an_unknown_level_is_refused(monkeypatch, fresh_logger):
 
 
 def test_nothing_else_reads_the_environment():
-    folders = ("interface", "cute_kernels", "csr", "scheduler", "topk")
+    folders = ("interface", "cute_kernels", "csr", "packing", "scheduler", "topk")
     readers = [
         path.relative_to(ROOT).as_posix()
         for folder in folders

@@ -15,7 +15,8 @@ import torch
 before = set(sys.modules)
 start = time.perf_counter()
 import sparse_atten, sparse_atten.vsa, sparse_atten.msa, sparse_atten.nsa
-import sparse_atten.topk, sparse_atten.csr, sparse_atten.scheduler, sparse_atten.cute_kernels
+import sparse_atten.topk, sparse_atten.csr, sparse_atten.scheduler, sparse_atten.packing
+import sparse_atten.cute_kernels
 took = time.perf_counter() - start
 new = set(sys.modules) - before
 heavy = [m for m in sys.argv[1:] if any(n == m or n.startswith(m + ".") for n in new)]
@@ -58,10 +59,11 @@ print(sparse_atten.__version__ == importlib.metadata.version("sparse-atten"))
 
 
 def test_layers_import_downwards_only():
-    """From interface to {csr, scheduler, topk} to cute_kernels to cute_kernels/common."""
+    """From interface to {csr, packing, scheduler, topk} to cute_kernels to cute_kernels/common."""
     above = {
         "cute_kernels/common": ("contracts", "attention", "csr", "scheduler", "topk", "vsa", "msa"),
         "cute_kernels": ("contracts", "attention", "csr", "scheduler", "topk", "vsa", "msa"),
+        "packing": ("contracts", "attention", "csr", "scheduler", "topk", "vsa", "msa", "dispatch"),
         "csr": ("contracts", "attention", "scheduler", "topk", "vsa", "msa", "dispatch"),
         "scheduler": ("contracts", "attention", "topk", "vsa", "msa", "dispatch"),
         "topk": ("contracts", "attention", "csr", "scheduler", "vsa", "msa", "dispatch"),

@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from decimal import Decimal
 from fractions import Fraction
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_atten.topk import block_topk
 from sparse_atten.vsa import VideoLayout, region_budget, route, route_scores
 
 PROPERTY = settings(max_examples=50, deadline=None)
@@ -160,6 +162,8 @@ def test_mixed_sequence_keeps_8_blocks_for_video_and_17_for_context():
     selection = route(scores_of(MIXED, heads=3), MIXED, sparsity=0.75)
     assert selection.dense_rows == 5
     assert selection.q2k_indices.shape == (1, 3, 17, 8)  # never the full width
+    assert (selection.q2k_indices[:, :, :5] == -1).all()
+    assert (selection.q2k_counts[:, :, :5] == 0).all()
     for head in range(3):
         assert [len(chosen(selection, row, head=head)) for row in range(17)] == [17] * 5 + [8] * 12
         for row in range(5, 17):
@@ -244,6 +248,41 @@ def test_exempt_rows_are_the_prefix_and_the_best_of_each_video(data):
             if row < layout.num_prefix_tiles:
                 expected = set(range(n))
             assert chosen(selection, row, head=head) == sorted(expected)
+
+
+def test_a_video_alone_is_one_row_of_scores_without_kept_spans(monkeypatch):
+    asked = []
+
+    def spy(scores, **options):
+        asked.append(options)
+        return block_topk(scores, **options)
+
+    monkeypatch.setattr(sys.modules["sparse_atten.vsa.route"], "block_topk", spy)
+    layout = VideoLayout.from_segments([counts_to(10)], tile=(1, 1, 1))
+    route(scores_of(layout), layout, sparsity=0.7)
+    assert asked == [{"regions": [(0, 10, 3)], "keep_spans": []}]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix", [0, 500])
+def test_routing_on_a_gpu_makes_no_mask_and_no_wide_table(prefix):
+    layout = VideoLayout.from_segments([prefix, (21, 45, 80)], device="cuda")
+    n = layout.num_blocks
+    scores = torch.randn(1, 40, n, n, device="cuda")
+    selection = route(scores, layout, sparsity=0.9)
+    made = selection.q2k_indices.nbytes + selection.q2k_counts.nbytes
+    del selection
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        selection = route(scores, layout, sparsity=0.9)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before <= made + 4096
+    on_cpu = route(scores[:, :2].cpu(), layout.to("cpu"), sparsity=0.9)
+    assert torch.equal(selection.q2k_indices[:, :2].cpu(), on_cpu.q2k_indices)
+    assert torch.equal(selection.q2k_counts[:, :2].cpu(), on_cpu.q2k_counts)
 
 
 def test_unused_slots_are_empty_and_nan_or_minus_inf_is_never_chosen():

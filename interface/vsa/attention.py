@@ -1,8 +1,8 @@
 """`video_sparse_attention`: pack, pool, route, attend and unpack in one call.
 
-Each stage is public, so that it can be timed, shown or replaced: `VideoLayout.pack`,
-`pool_blocks`, `route_scores`, `route`, `sparse_atten.sparse_atten_func`, `VideoLayout.unpack`, and
-for the coarse branch `coarse_attention` and `VideoLayout.broadcast`.
+Each stage is public, so that it can be timed, shown or replaced: `pack_and_pool`, `route_scores`,
+`route`, `sparse_atten.sparse_atten_func`, `VideoLayout.unpack`; with a coarse branch
+`coarse_attention` and `unpack_gated` instead of the last.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sparse_atten.attention import sparse_atten_func
 from sparse_atten.contracts import DTYPES, BlockSelection, Layout, options_of
 from sparse_atten.cute_kernels.common.arguments import describe
 from sparse_atten.reference import without_autocast
+from sparse_atten.vsa.fused import expect_gate, pack_and_pool, unpack_gated
 from sparse_atten.vsa.layout import VideoLayout, sequence_dim
-from sparse_atten.vsa.pool import pool_blocks
 from sparse_atten.vsa.route import Policy, Sparsity, expect_blocks, route, route_scores
 
 
@@ -91,32 +91,31 @@ def video_sparse_attention(
     Notes
     -----
     Workspace: packed copies of q, k, v and the output, and num_blocks^2 scores for each head.
+    Nothing synchronises; a CUDA graph can capture a call like one before.
     Source: VSA (arXiv 2505.13389).
     """
     _check_inputs(q, k, v, layout, tensor_layout)
-    _check_gate(gate, q, v)
+    if gate is not None:
+        expect_gate(gate, ("q", q), [*q.shape[:3], v.shape[3]])
     scale = options_of(
         q, causal=False, softmax_scale=softmax_scale, lse_temperature=None, return_lse=True
     ).softmax_scale
 
-    q, k, v = (layout.pack(x, tensor_layout=tensor_layout) for x in (q, k, v))
+    (q, k, v), means = pack_and_pool(
+        (q, k, v), layout, num_pooled=2 if gate is None else 3, tensor_layout=tensor_layout
+    )
     # Without a coarse branch nothing of the scores reaches the output but the choice.
     with torch.no_grad() if gate is None else nullcontext():
-        q_mean, k_mean = (pool_blocks(x, layout, tensor_layout=tensor_layout) for x in (q, k))
-        scores = route_scores(q_mean, k_mean, softmax_scale=scale)
+        scores = route_scores(means[0], means[1], softmax_scale=scale)
     selection = route(scores, layout, sparsity=sparsity, policy=policy, tensor_layout=tensor_layout)
     packed_out, packed_lse = sparse_atten_func(
         q, k, v, selection, softmax_scale=scale, return_lse=True, backend=backend
     )
-    out = layout.unpack(packed_out, tensor_layout=tensor_layout)
-
-    if gate is not None:
-        v_mean = pool_blocks(v, layout, tensor_layout=tensor_layout)
-        coarse = coarse_attention(scores, v_mean, layout.block_sizes)
-        if tensor_layout == "bshd":
-            coarse = coarse.transpose(1, 2)
-        coarse = layout.broadcast(coarse, tensor_layout=tensor_layout)
-        out = (out + gate * coarse).to(out.dtype)
+    if gate is None:
+        out = layout.unpack(packed_out, tensor_layout=tensor_layout)
+    else:
+        coarse = coarse_attention(scores, means[2], layout.block_sizes)
+        out = unpack_gated(packed_out, gate, coarse, layout, tensor_layout=tensor_layout)
     if not return_details:
         return out
     lse = packed_lse.index_select(2, layout.unpack_map)
@@ -190,16 +189,3 @@ def _check_inputs(
         raise ValueError(f"v must have the batch and heads of k, {describe(k)}, got {describe(v)}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads} heads")
-
-
-def _check_gate(gate: object, q: Tensor, v: Tensor) -> None:
-    if gate is None:
-        return
-    if not isinstance(gate, Tensor) or not gate.is_floating_point():
-        raise TypeError(f"gate must be a floating-point Tensor or None, got {describe(gate)}")
-    out_shape = [*q.shape[:3], v.shape[3]]
-    sizes = zip(reversed(gate.shape), reversed(out_shape), strict=False)
-    if gate.dim() > 4 or any(size not in (1, full) for size, full in sizes):
-        raise ValueError(f"gate must be broadcastable to {out_shape}, got {describe(gate)}")
-    if gate.device != q.device:
-        raise ValueError(f"gate must be on q's device {q.device}, got {describe(gate)}")

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_atten.contracts import Layout
+from sparse_atten import packing
+from sparse_atten.contracts import Layout, records_grad
 from sparse_atten.cute_kernels.common.arguments import describe
 
 Grid = tuple[int, int, int]
@@ -124,6 +125,11 @@ class VideoLayout:
         """Length of the packed sequence, padding included: num_blocks * block_size."""
         return self.pack_map.shape[0]
 
+    @property
+    def tiles(self) -> packing.Tiles:
+        """The layout as the kernels of `sparse_atten.packing` take it."""
+        return packing.Tiles(self.pack_map, self.block_sizes, self.block_size, self.num_tokens)
+
     def to(self, device: torch.device | str) -> VideoLayout:
         """Return the same layout with its tensors on another device."""
         return self.from_segments(self.segments, self.tile, device)
@@ -148,6 +154,10 @@ class VideoLayout:
             `x` is not a 4-D tensor with `num_tokens` tokens on the layout's device.
         """
         dim = self.expect_tokens("x", x, tensor_layout, self.num_tokens)
+        if not records_grad(x):
+            moved = packing.pack_and_pool([x], self.tiles, row_dim=dim, num_pooled=0)
+            if moved is not None:
+                return moved[0][0]
         shape = list(x.shape)
         shape[dim] = self.num_slots
         packed = x.new_zeros(shape)
@@ -174,6 +184,10 @@ class VideoLayout:
             `x` is not a 4-D tensor with `num_slots` tokens on the layout's device.
         """
         dim = self.expect_tokens("x", x, tensor_layout, self.num_slots)
+        if not records_grad(x):
+            moved = packing.unpack(x, self.tiles, row_dim=dim)
+            if moved is not None:
+                return moved
         return x.index_select(dim, self.unpack_map)
 
     def broadcast(self, x: Tensor, *, tensor_layout: Layout = "bhsd") -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from numbers import Real
 from typing import Literal
 
@@ -23,6 +24,7 @@ Sparsity = float | str | Fraction | Decimal
 Policy = Literal["exempt", "compete"]
 
 _Region = tuple[int, int, int]  # start, stop, budget
+_CACHED_BUDGETS = 1024
 
 
 def region_budget(sparsity: Sparsity, num_blocks: int) -> int:
@@ -155,7 +157,7 @@ def route(
     if regions:
         dense_rows = layout.num_prefix_tiles
         kept = [region[:2] for region in budgets if region not in regions]
-        if policy == "exempt":
+        if policy == "exempt" and layout.num_prefix_tiles:
             kept.append((0, layout.num_prefix_tiles))
     for start, stop, budget in regions:
         if budget > MAX_K:
@@ -164,13 +166,10 @@ def route(
                 f"{stop - 1}; supported: up to {MAX_K}, or all"
             )
 
-    video_rows = scores[:, :, dense_rows:].to(torch.float32)
-    chosen, chosen_counts = block_topk(video_rows, regions=regions, keep_spans=kept)
-    table = (*scores.shape[:3], chosen.shape[3])
-    indices = chosen.new_full(table, -1)
-    indices[:, :, dense_rows:] = chosen
-    counts = chosen_counts.new_zeros(table[:3])
-    counts[:, :, dense_rows:] = chosen_counts
+    indices, counts = block_topk(scores.to(torch.float32), regions=regions, keep_spans=kept)
+    if dense_rows:
+        indices[:, :, :dense_rows].fill_(-1)
+        counts[:, :, :dense_rows].zero_()
     return BlockSelection(
         indices,
         counts,
@@ -247,13 +246,21 @@ def _budget(name: str, sparsity: object, num_blocks: int) -> int:
     """Compute a budget from the decimal that a sparsity prints."""
     if isinstance(sparsity, bool) or not isinstance(sparsity, (Real, Decimal, str)):
         raise TypeError(f"{name} must be a number, got {describe(sparsity)}")
-    try:
-        share = Fraction(str(sparsity))
-        in_range = 0 <= share < 1
-    except (ValueError, ZeroDivisionError):
-        in_range = False
-    if not in_range:
+    budget = _exact_budget(str(sparsity), num_blocks)
+    if budget is None:
         raise ValueError(f"{name} must be at least 0 and below 1, got {describe(sparsity)}")
+    return budget
+
+
+@lru_cache(maxsize=_CACHED_BUDGETS)
+def _exact_budget(sparsity: str, num_blocks: int) -> int | None:
+    """Compute a budget; None for a sparsity out of range."""
+    try:
+        share = Fraction(sparsity)
+    except (ValueError, ZeroDivisionError):
+        return None
+    if not 0 <= share < 1:
+        return None
     return max(1, min(math.ceil((1 - share) * num_blocks), num_blocks))
 
 
