@@ -99,7 +99,15 @@ def video_table(rows: list[Row]) -> list[str]:
             cases.setdefault(case, {})[backend] = row
     if not cases:
         return ["Not measured yet: `python -m perf video --out perf/results/video.jsonl`."]
-    stages = ("pack", "pool", "scores", "route", "attention", "unpack", "coarse branch", "gate")
+    stages = (
+        "pack + pool",
+        "scores",
+        "route",
+        "attention",
+        "unpack",
+        "coarse branch",
+        "unpack + gate",
+    )
     dense = ("fa4-dense", "fa4-dense padded", "sdpa", "sdpa padded")
     columns = ["heads x video, sparsity", "whole call", "with a gate", *stages, *dense]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -4,11 +4,12 @@ Method: one process; videos of 21 x 45 x 80 tokens (Wan 2.1 at 720p), 40 heads o
 tiles of 4 x 4 x 8. Queries and keys are noise and, as strong, a field that is smooth in time and
 space, so that neighbouring tiles keep much the same tiles (overlap). The output is first compared
 with float64 on query blocks chosen at random. Then the whole call without and with a gate, each
-public stage on the tensors that the stage before it made, and the dense contenders run in turn: as
-a CUDA graph of one call (graph_us; the tensors are far larger than the L2 cache) and eagerly from
-an idle GPU (eager_us). Dense contenders attend over the video's tokens, those called "padded" over
-as many as the blocks have slots. share is a stage's time over that of the whole call without a
-gate, ratio a contender's.
+public stage on the tensors that the stage before it made, a device copy of the packed tensors and
+the dense contenders run in turn: as a CUDA graph of one call (graph_us; the tensors are far larger
+than the L2 cache) and eagerly from an idle GPU (eager_us). Dense contenders attend over the video's
+tokens, those called "padded" over as many as the blocks have slots. share is a stage's time over
+that of the whole call without a gate, ratio a contender's. bandwidth is in bytes/s, of what a stage
+bound by memory must read and write.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from sparse_atten.contracts import Layout
 from sparse_atten.vsa import (
     VideoLayout,
     coarse_attention,
-    pool_blocks,
+    pack_and_pool,
     route,
     route_scores,
+    unpack_gated,
     video_sparse_attention,
 )
 
@@ -68,6 +70,7 @@ class Stages(NamedTuple):
     """Calls to time by name, whether the result is right, and what was kept."""
 
     calls: dict[str, Callable[[], object]]
+    num_bytes: dict[str, int]  # that a stage bound by memory must move
     verdict: Verdict
     work: Work
 
@@ -122,6 +125,9 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[dict[str, An
     for name, times in found.items():
         compared = "ratio" if name in dense else "share"
         row: dict[str, Any] = {"backend": name, "status": "ok", **times}
+        if name in stages.num_bytes and "graph_us" in times:
+            row["bytes"] = stages.num_bytes[name]
+            row["bandwidth"] = row["bytes"] / (1e-6 * times["graph_us"][0])
         for kind in ("graph", "eager"):
             if f"{kind}_us" in times and f"{kind}_us" in whole:
                 row[f"{kind}_{compared}"] = times[f"{kind}_us"][0] / whole[f"{kind}_us"][0]
@@ -164,16 +170,11 @@ def make_stages(
             *inputs, blocks, sparsity=sparsity, gate=gate, backend=backend, **place
         )
 
-    def pack() -> list[Tensor]:
-        return [blocks.pack(x, **place) for x in inputs]
+    def pack(num_pooled: int) -> tuple[list[Tensor], list[Tensor]]:
+        return pack_and_pool(inputs, blocks, num_pooled=num_pooled, **place)
 
-    packed = pack()
-
-    def pool() -> list[Tensor]:
-        return [pool_blocks(x, blocks, **place) for x in packed[:2]]
-
-    means = pool()
-    scores = route_scores(*means)
+    packed, means = pack(3)
+    scores = route_scores(*means[:2])
     selection = route(scores, blocks, sparsity=sparsity, **place)
     chosen = preload(*packed, selection, return_lse=True, backend=backend)
     if chosen == "reference" != backend:
@@ -185,24 +186,29 @@ def make_stages(
     out = attend()
 
     def coarse() -> Tensor:
-        v_mean = pool_blocks(packed[2], blocks, **place)
-        found = coarse_attention(scores, v_mean, blocks.block_sizes)
-        return blocks.broadcast(found if layout == "bhsd" else found.transpose(1, 2), **place)
+        return coarse_attention(scores, means[2], blocks.block_sizes)
 
-    coarse_out, fine_out = coarse(), blocks.unpack(out, **place)
+    coarse_out = coarse()
     verdict = judge(blocks.pack(whole(None), **place), (packed[0], packed[1], packed[2]), selection)
+    tokens, slots = (sum(x.nbytes for x in some) for some in (inputs, packed))
     return Stages(
         {
             WHOLE: lambda: whole(None),
             GATED: lambda: whole(gate),
-            "pack": pack,
-            "pool": pool,
-            "scores": lambda: route_scores(*means),
+            "pack + pool": lambda: pack(2),
+            "scores": lambda: route_scores(*means[:2]),
             "route": lambda: route(scores, blocks, sparsity=sparsity, **place),
             "attention": attend,
             "unpack": lambda: blocks.unpack(out, **place),
             "coarse branch": coarse,
-            "gate": lambda: (fine_out + gate * coarse_out).to(fine_out.dtype),
+            "unpack + gate": lambda: unpack_gated(out, gate, coarse_out, blocks, **place),
+            "copy": lambda: [x.clone() for x in packed],
+        },
+        {
+            "pack + pool": tokens + slots,
+            "unpack": 2 * gate.nbytes,
+            "unpack + gate": 3 * gate.nbytes,
+            "copy": 2 * slots,
         },
         verdict,
         measure_work(selection, blocks.num_slots),

@@ -519,8 +519,8 @@ def test_a_video_becomes_rows(monkeypatch, layout):
     case = video.Case((4, 8, 12), 1, 0.5)
     found = video.measure_case(case, options(layout=layout))
     names = [row["backend"] for row in found if row["status"] == "ok"]
-    assert names[:3] == [video.WHOLE, video.GATED, "pack"]
-    assert {"attention", "gate", "sdpa", "sdpa padded"} <= set(names)
+    assert names[:3] == [video.WHOLE, video.GATED, "pack + pool"]
+    assert {"attention", "unpack + gate", "copy", "sdpa", "sdpa padded"} <= set(names)
     assert {row["case"] for row in found} == {"1x4x8x12-0.5"}
     assert (found[0]["tokens"], found[0]["slots"]) == (4 * 8 * 12, 128 * 4)
     assert found[2]["graph_share"] == 1

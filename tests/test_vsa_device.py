@@ -65,7 +65,7 @@ def backend(request, monkeypatch):
 def test_a_call_runs_on_the_kernel_and_matches_the_definition(backend):
     inputs, selection, options = CASE.build()
     out, lse = sparse_atten_func(*inputs, selection, return_lse=True)
-    assert len(backend) == 1
+    assert len(backend.launches) == 1
     assert_matches_definition(Result(out, lse, None), inputs, selection, options)
 
 
@@ -88,7 +88,7 @@ def test_a_video_goes_from_pixels_order_to_its_output(backend):
     gate = torch.rand(1, 1, layout.num_tokens, 1, generator=make).bfloat16()
     arguments = {"sparsity": 0.5, "gate": gate}
     got = video_sparse_attention(q, k, v, layout, backend=backend.name, **arguments)
-    assert len(backend) == 1
+    assert len(backend.launches) == 1
     exact = video_sparse_attention(
         q.double(), k.double(), v.double(), layout, backend="reference", sparsity=0.5, gate=gate
     )
