@@ -54,15 +54,25 @@ def schedules() -> list[dict[str, Any]]:
     return [{**schedule, "profile": "strict", "races": True} for schedule in _emulator.SCHEDULES]
 
 
+def sample() -> list[dict[str, Any]]:
+    """Return two of `schedules()` for tests that run often.
+
+    One lets asynchronous work linger and changes warps every few blocks; one starves half of the
+    warps, four of which share their turns.
+    """
+    _, _, _, lingering, *_, starving = schedules()
+    return [lingering, {**starving, "group": 4}]
+
+
 def run(ptx: str, plan: LaunchPlan, **options: Any) -> dict[str, Any]:
     """Execute a plan; returns statistics, and raises on any fault or deadlock."""
     return _statistics(_emulator.run(ptx, plan, **options))
 
 
 def issued(ptx: str, plan: LaunchPlan) -> Counter[int]:
-    """Count the instructions that each warp of the CTAs issues, leaving out moves."""
+    """Count the instructions that each warp of the CTAs issues, a wait once and moves never."""
     work: Counter[int] = Counter()
-    for instruction, times in _emulator.run(ptx, plan).issued():
+    for instruction, times in _emulator.run(ptx, plan, counts=True).issued():
         if not instruction.opcode.startswith(("mov", "cvta")):
             for warp, count in enumerate(times.tolist()):
                 work[warp] += count

@@ -157,7 +157,9 @@ class Cost:
 
 def comparison(costs: Mapping[str, Cost]) -> str:
     """Print a row for each kernel: instructions, the clocks of each unit, the bound."""
-    lines = [" ".join([f"{'kernel':8}", *(f"{n:>14}" for n in ("issued", "work", *RATES, "bound"))])]
+    lines = [
+        " ".join([f"{'kernel':8}", *(f"{n:>14}" for n in ("issued", "work", *RATES, "bound"))])
+    ]
     for name, cost in costs.items():
         units = clocks(cost.work, cost.touched)
         issued, work = (sum(a[n] for a in cost.work.values()) for n in ("issued", "work"))

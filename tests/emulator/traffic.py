@@ -50,9 +50,7 @@ class Traffic:
                 self._add(group.first_warp + warp, f"global_{name}_bytes", SECTOR * mine)
         self._touch(segment, offsets, size, names)
 
-    def box(
-        self, warp: int, where: tuple[Segment, np.ndarray], size: int, *names: str
-    ) -> None:
+    def box(self, warp: int, where: tuple[Segment, np.ndarray], size: int, *names: str) -> None:
         """Count elements of `size` bytes that a TMA box moves."""
         segment, offsets = where
         for name in names:
