@@ -13,14 +13,15 @@ import emulator as _emulator
 
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
 
+_STRICT: dict[str, Any] = {"profile": "strict", "races": True}
 # For CUDA C++: warp order and slices vary with the seed; descending serves the lanes of an atomic
 # from the last to the first; warps in a group take their turns together.
 SCHEDULES: tuple[dict[str, Any], ...] = (
-    {"group": 32},
-    {"seed": 3, "slice": 5, "group": 8},
-    {"seed": 5, "slice": 3, "descending": True, "group": 16},
-    {"seed": 6, "starve": 0xFF, "group": 8},
-    {"seed": 7, "starve": 0xFF00, "descending": True, "resident": 1, "group": 8},
+    {"group": 32, **_STRICT},
+    {"seed": 3, "slice": 5, "group": 8, **_STRICT},
+    {"seed": 5, "slice": 3, "descending": True, "group": 16, **_STRICT},
+    {"seed": 6, "starve": 0xFF, "group": 8, **_STRICT},
+    {"seed": 7, "starve": 0xFF00, "descending": True, "resident": 1, "group": 8, **_STRICT},
 )
 
 
@@ -51,7 +52,7 @@ def emulator() -> type[_Adapter]:
 
 def schedules() -> list[dict[str, Any]]:
     """Return the option sets for SM100 kernels: strict, with the race detector."""
-    return [{**schedule, "profile": "strict", "races": True} for schedule in _emulator.SCHEDULES]
+    return [{**schedule, **_STRICT} for schedule in _emulator.SCHEDULES]
 
 
 def sample() -> list[dict[str, Any]]:
