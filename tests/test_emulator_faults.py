@@ -375,27 +375,17 @@ def test_atomics_do_not_race_and_fences_publish():
             expect("race", text, [count, data], block=64)
 
 
-LATE_WAITER = """
-mov.u32 %r1, smem; setp.ne.u32 %p1, %r0, 0; @!%p1 mbarrier.init.shared.b64 [%r1], 1;
-bar.sync 0; setp.lt.u32 %p2, %r0, 32; @%p2 bra WAIT;
-setp.eq.u32 %p3, %r0, 32; @%p3 mbarrier.arrive.shared.b64 _, [%r1];
-bar.sync 1, 64; @%p3 mbarrier.arrive.shared.b64 _, [%r1];
-@%p3 mbarrier.arrive.shared.b64 _, [%r1]; bar.sync 2, 64; {more} bra END;
-WAIT: mov.u32 %r5, 0; FIRST: mbarrier.try_wait.parity.shared.b64 %p4, [%r1], %r5;
-@!%p4 bra FIRST; bar.sync 1, 64; bar.sync 2, 64; mov.u32 %r5, 1;
-LAST: mbarrier.try_wait.parity.shared.b64 %p4, [%r1], %r5; @!%p4 bra LAST;
-END:"""
-
-
 def test_a_waiter_two_phases_behind():
-    expect("phase lag", kernel(LATE_WAITER.format(more=""), 0), [], block=64)
-
-
-def test_a_waiter_may_leave_phases_out():
-    """Found: K1's softmax warps wait for V where a tile needs it, and were called late."""
-    more = "@%p3 mbarrier.arrive.shared.b64 _, [%r1];"
-    for schedule in ({}, {"starve": 2}, {"seed": 1, "slice": 2}):
-        launch(kernel(LATE_WAITER.format(more=more), 0), [], block=64, **schedule)
+    body = """mov.u32 %r1, smem; setp.ne.u32 %p1, %r0, 0; @!%p1 mbarrier.init.shared.b64 [%r1], 1;
+    bar.sync 0; setp.lt.u32 %p2, %r0, 32; @%p2 bra WAIT;
+    setp.eq.u32 %p3, %r0, 32; @%p3 mbarrier.arrive.shared.b64 _, [%r1];
+    bar.sync 1, 64; @%p3 mbarrier.arrive.shared.b64 _, [%r1];
+    @%p3 mbarrier.arrive.shared.b64 _, [%r1]; bar.sync 2, 64; bra END;
+    WAIT: mov.u32 %r5, 0; FIRST: mbarrier.try_wait.parity.shared.b64 %p4, [%r1], %r5;
+    @!%p4 bra FIRST; bar.sync 1, 64; bar.sync 2, 64; mov.u32 %r5, 1;
+    LAST: mbarrier.try_wait.parity.shared.b64 %p4, [%r1], %r5; @!%p4 bra LAST;
+    END:"""
+    expect("phase lag", kernel(body, 0), [], block=64)
 
 
 def test_register_counts():

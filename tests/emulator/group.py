@@ -45,7 +45,6 @@ class Wait:
     ready: Callable[[], bool]
     describe: Callable[[], str]
     peek: bool = False
-    behind: Callable[[], bool] | None = None  # whether a phase has passed that this may wait for
     barriers: list = field(default_factory=list)
     after: Callable[[], None] | None = None  # run when the fragment goes on
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from emulator.barriers import MBarrier
+from emulator.errors import EmulatorError
 from emulator.group import Wait
 from emulator.link import Link, Step, op
 from emulator.operands import Operand, Sink
@@ -75,7 +76,7 @@ def arrive(c: Link, m, *operands: Operand) -> Step:
             if out is not None:
                 out[lanes] = barrier.phase
             if races is not None:
-                races.release(group, group.warps_of(lanes), barrier)
+                races.release(group, np.unique(lanes // 32).tolist(), barrier)
             total = len(lanes) if amount is None else int(amount[lanes].sum(dtype=np.uint64))
             if has_bytes:
                 barrier.expect(total)
@@ -148,9 +149,10 @@ def wait(
                     if not passed(barrier, value)
                 )
 
+            if by_parity:
+                _check_lag(group, waiting)
             held = [barrier for barrier, value, _ in waiting if not passed(barrier, value)]
-            behind = (lambda: _is_behind(group, waiting)) if by_parity else None
-            return group.block(Wait(ready, describe, True, behind, held), here)
+            return group.block(Wait(ready, describe, peek=True, barriers=held), here)
         group.peek_fails = False
         if not all(open_):  # the first try reports failure: code that ignores it goes wrong
             group.tried.add(here)
@@ -165,7 +167,7 @@ def wait(
 
 def _observe(group, barrier: MBarrier, value: int, lanes: np.ndarray, *, by_parity: bool) -> None:
     races = group.machine.races
-    warps = group.warps_of(lanes)
+    warps = np.unique(lanes // 32).tolist()
     if races is not None:
         races.acquire(group, warps, barrier)
     if by_parity:
@@ -173,14 +175,16 @@ def _observe(group, barrier: MBarrier, value: int, lanes: np.ndarray, *, by_pari
             barrier.seen[group.actor(warp)] = barrier.phase
 
 
-def _is_behind(group, waiting: list) -> bool:
-    """Whether the phase that follows what a warp has seen is complete, and the one after it too.
-
-    A warp that waits for some phases only is right to ask for a later one of that parity.
-    """
+def _check_lag(group, waiting: list) -> None:
+    """A warp that would pass a phase later than the one it asks for waits two phases behind."""
     for barrier, value, lanes in waiting:
-        for warp in group.warps_of(lanes):
+        for warp in np.unique(lanes // 32).tolist():
             seen = barrier.seen.get(group.actor(warp))
-            if seen is not None and seen & 1 == value & 1 and barrier.phase >= seen + 2:
-                return True
-    return False
+            wanted = None if seen is None else seen + 1
+            # The next phase of that parity, after what the warp has seen, may be complete already.
+            if wanted is not None and (wanted - 1) & 1 == value & 1 and barrier.phase >= wanted + 1:
+                raise EmulatorError(
+                    "phase lag",
+                    f"{group.name(warp)} waits for parity {value} after {seen} phases of "
+                    f"{barrier.state()}",
+                )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def deadlock(machine: Machine) -> EmulatorError:
-    """Say what each warp waits for; a phase that lacks only bytes, or is over, is named as such."""
+    """Say what each warp waits for; a phase that lacks only bytes is named as such."""
     lines = []
     kind, first = "deadlock", None
     for cluster in machine.clusters:
@@ -31,8 +31,6 @@ def deadlock(machine: Machine) -> EmulatorError:
                         reason = "could go on"
                     else:
                         reason = fragment.wait.describe()
-                        if kind == "deadlock" and fragment.wait.behind and fragment.wait.behind():
-                            kind, first = "phase lag", where
                         for barrier in fragment.wait.barriers:
                             if barrier.pending == 0 and barrier.tx and kind == "deadlock":
                                 kind, first = "transaction bytes", where
