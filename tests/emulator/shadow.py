@@ -154,7 +154,7 @@ class CellShadow:
 
     def write_async(self, clock: Clock, offsets: np.ndarray, size: int) -> None:
         """Check and note a write through the async proxy."""
-        cells = _span(offsets, size, self.grain).reshape(-1)
+        cells = np.unique(_span(offsets, size, self.grain))
         self._check_async(clock, cells, "write by the async proxy")
         self._check_readers(cells, clock.planes[_SEEN], "write by the async proxy", "race")
         self._note(cells, clock.actor, clock.time, 0)
