@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+
 import emulator
 import pytest
 import torch
+from emulator import __main__ as entry
 from emulator.counts import RATES, Cost, classify, clocks, comparison, work_of
 from emulator.peers import TensorMap
 from micro import assemble, kernel, launch
@@ -126,3 +130,34 @@ def test_a_run_that_did_not_count_is_refused():
     result = launch(kernel(WORDS, 2), [aligned(64), aligned(192)], block=64)
     with pytest.raises(ValueError, match="counts=True"):
         work_of(result)
+
+
+def test_the_command_prints_a_table_and_a_row_for_each_kernel(monkeypatch, capsys):
+    cost = Cost({"all": Counter(issued=9, work=8, mma_flop=7 * RATES["MMA"])}, (RATES["HBM"], 0))
+    monkeypatch.setattr(entry, "COSTS", {"ours": lambda: cost})
+    monkeypatch.setattr(sys, "argv", ["emulator"])
+    entry.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "bound (model): 7 clocks, by MMA" in lines
+    # issued, work; MMA, ex2, lanes, issue, SMEM operands and fills, L2, HBM; bound.
+    numbers = (9, 8, 7, 0, 0, 2, 0, 0, 0, 1, 7)
+    assert lines[-1].split() == ["ours", *map(str, numbers)]
+    monkeypatch.setattr(sys, "argv", ["emulator", "theirs"])
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert "got ['theirs']" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vsa", "k1"])
+def test_a_tile_step_of_our_kernels(name):
+    """Two products of 128 x 128 x 128, and what they read and write at the least."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
+    cost = entry.COSTS[name]()
+    units = clocks(cost.work, cost.touched)
+    assert units["MMA"] == 1024
+    matrix = 128 * 128 * 2
+    rows = {"vsa": (2 + 2 * 8) / 16, "k1": (16 + 2) / 16}[name]  # Q, K and V for a tile step
+    tables = cost.touched[0] - rows * matrix
+    assert 0 <= tables < 512
+    assert cost.touched[1] >= {"vsa": 2 / 16, "k1": 1}[name] * matrix

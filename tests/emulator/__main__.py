@@ -80,7 +80,8 @@ def k1_cost() -> Cost:
 
     case = Case("counts", (128,), (128,), width=1, ids="first", keep=1.0)
     call, target = make_call(case), Target("sm_100a")
-    plan = msa_k1_sm100.launch_plan(case.config, target, call.arguments(call.partials()))
+    partials = call.partials()
+    plan = msa_k1_sm100.launch_plan(case.config, target, call.arguments(partials))
     result = run(msa_k1_sm100.compile_offline(case.config, target).ptx, plan, counts=True)
     return Cost.of(result, _ranges(msa_k1_sm100.SCHEDULE.roles), 16)
 
