@@ -15,13 +15,14 @@ from sparse_atten.cute_kernels.common.launch import LaunchPlan
 
 _STRICT: dict[str, Any] = {"profile": "strict", "races": True}
 # For CUDA C++: warp order and slices vary with the seed; descending serves the lanes of an atomic
-# from the last to the first; warps in a group take their turns together.
+# from the last to the first; warps in a group take their turns together. The third, which all cases
+# run in, watches for races.
 SCHEDULES: tuple[dict[str, Any], ...] = (
-    {"group": 32, **_STRICT},
-    {"seed": 3, "slice": 5, "group": 8, **_STRICT},
+    {"group": 32},
+    {"seed": 3, "slice": 5, "group": 8},
     {"seed": 5, "slice": 3, "descending": True, "group": 16, **_STRICT},
-    {"seed": 6, "starve": 0xFF, "group": 8, **_STRICT},
-    {"seed": 7, "starve": 0xFF00, "descending": True, "resident": 1, "group": 8, **_STRICT},
+    {"seed": 6, "starve": 0xFF, "group": 8},
+    {"seed": 7, "starve": 0xFF00, "descending": True, "resident": 1, "group": 8},
 )
 
 
