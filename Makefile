@@ -1,6 +1,6 @@
 # make demo | make test | make test-full | make lint; each installs into .venv on first use.
-# SPARSE_ATTEN_EMULATOR names a PTX emulator for the kernel tests, which skip without one ("own": that in
-# tests/emulator); test-full runs every kernel case under all its schedules, test a sample of them.
+# Kernel tests execute PTX on the emulator in tests/emulator: test-full runs every case under all its
+# schedules, test a sample of them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

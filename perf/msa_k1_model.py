@@ -1,6 +1,6 @@
 """Work of the Blackwell MSA kernel K1, counted on an emulator, and the time it implies: a model.
 
-Usage: SPARSE_ATTEN_EMULATOR=<folder> python perf/msa_k1_model.py [--json perf/results/<name>.jsonl]
+Usage: python perf/msa_k1_model.py [--json perf/results/<name>.jsonl]
 
 Nothing here is a time or was run on a GPU.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 from revision import git_revision
 from rich.console import Console
 from rich.table import Table
-from sm100_model import MMA_FLOP, RATES, Work, classify, total
+from sm100_model import MMA_FLOP, RATES, Work, total, work_of
 
 import sparse_atten
 from sparse_atten.cute_kernels import msa_k1_sm100
@@ -36,13 +35,12 @@ from sparse_atten.cute_kernels.common.target import B200, B300, Target
 from sparse_atten.scheduler.reference import Splitting, schedule_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import emulation
+import emulator
 from msa_k1_cases import BLOCK, HEAD_DIM, Case, make_call, prepare_chunk
 
 TARGET = Target("sm_100a")
 TOKENS = 8  # of a tile at G = 16
 QUERIES, HEADS, KV_HEADS, WIDTH = 32768, 64, 4, 16
-BOX_BYTES = 64 * 16 * 2  # of Q
 TILE_BYTES = 128 * HEAD_DIM * 2
 LSE_BYTES = 128 * 4
 # Tiles of the two runs; causal; query tokens and keys of the sequence.
@@ -70,15 +68,7 @@ def count(tiles: int, causal: bool, queries: int, keys: int) -> Work:
     partials = call.partials()
     plan = msa_k1_sm100.launch_plan(case.config, TARGET, call.arguments(partials))
     ptx = msa_k1_sm100.compile_offline(case.config, TARGET).ptx
-    counts, source = emulation.run(ptx, plan, profile=True)["prof"]
-    work: Work = {role.name: Counter() for role in msa_k1_sm100.SCHEDULE.roles}
-    for place, (_, text) in enumerate(source):
-        amounts = classify(text, BOX_BYTES)
-        for role in msa_k1_sm100.SCHEDULE.roles:
-            first = place * 32 + role.first
-            times = sum(counts[warp] for warp in range(first, first + role.warps))
-            for name, amount in amounts.items() if times else ():
-                work[role.name][name] += times * amount
+    work = work_of(emulator.run(ptx, plan, counts=True), msa_k1_sm100.SCHEDULE.roles)
     work["softmax"] = work.pop("softmax0") + work.pop("softmax1")
     return work
 
@@ -190,8 +180,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file for the rows, replaced")
     arguments = parser.parse_args()
-    if not os.environ.get(emulation.VARIABLE):
-        parser.error(f"{emulation.VARIABLE} must name a folder with the emulator `emu`")
     rows = model()
     show(rows, Console(width=130))
     if arguments.json:

@@ -1,6 +1,6 @@
 """Draw the timetable of the Blackwell VSA kernel from the model's replay.
 
-Usage: SPARSE_ATTEN_EMULATOR=<folder> python perf/sm100_figure.py [docs/vsa_sm100_timetable.png]
+Usage: python perf/sm100_figure.py [docs/vsa_sm100_timetable.png]
 
 Every span is work counted on the emulator over the rates in `sm100_model.RATES`; none is measured.
 """
@@ -8,11 +8,10 @@ Every span is work counted on the emulator over the rates in `sm100_model.RATES`
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import matplotlib as mpl
-from sm100_model import TILE, Replay, Span, Spans, emulation, marginal, spans_of
+from sm100_model import TILE, Replay, Span, Spans, marginal, spans_of
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -114,8 +113,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", nargs="?", default="docs/vsa_sm100_timetable.png")
     path = Path(parser.parse_args().path)
-    if not os.environ.get(emulation.VARIABLE):
-        parser.error(f"{emulation.VARIABLE} must name a folder with the emulator `emu`")
     step, row = marginal(TILE)
     figure, (steady, border) = plt.subplots(
         *(2, 1), figsize=(11, 6), constrained_layout=True, gridspec_kw={"height_ratios": (5, 4)}

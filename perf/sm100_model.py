@@ -1,14 +1,13 @@
 """Work of the Blackwell VSA kernel, counted on an emulator, and the bound that it implies: a model.
 
-Usage: SPARSE_ATTEN_EMULATOR=<folder> python perf/sm100_model.py [--json perf/results/<name>.jsonl]
-       [--sass NAME=CUBIN ...]
+Usage: python perf/sm100_model.py [--json perf/results/<name>.jsonl] [--sass NAME=CUBIN ...]
 
 Nothing here is a time or was run on a GPU.
 
-Counts. The shipped kernel's PTX is executed through its launch plan; the emulator counts what each
-warp issues. Rows of 8 and of 16 KV blocks: the difference is the work of a tile step (one row x one
-KV block, 128 x 128 x 128), the rest is the prologue and epilogue of a row. mov, cvta and register
-packs are left out of "work" (most vanish in SASS), and a wait counts once.
+Counts. The shipped kernel's PTX is executed through its launch plan; the emulator in tests counts
+what each warp issues. Rows of 8 and of 16 KV blocks: the difference is the work of a tile step (one
+row x one KV block, 128 x 128 x 128), the rest is the prologue and epilogue of a row. mov, cvta and
+register packs are left out of "work" (most vanish in SASS), and a wait counts once.
 
 Bound. Clocks of each unit at the rates in `RATES`, and a replay of the kernel's order of events on
 units that run at these rates without any latency: tensor core in the order of the MMA warp, both
@@ -21,12 +20,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,12 +38,14 @@ from rich.table import Table
 import sparse_atten
 from sparse_atten.contracts import BlockSelection
 from sparse_atten.cute_kernels import vsa_sm100
-from sparse_atten.cute_kernels.common.launch import TensorMap
+from sparse_atten.cute_kernels.common.schedule import Role
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.vsa_arguments import arguments_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import emulation
+import emulator
+from emulator import counts
+from emulator.counts import RATES
 
 TARGET = Target("sm_100a")
 CONFIG = vsa_sm100.Config(return_lse=True, kv_sizes=True, q_sizes=True)  # every table in use
@@ -60,25 +61,7 @@ SHARING = (
     ("video rows, 5 of 8 in common", 8, 5),
 )
 L2_RATES = (32, 48, 64, 96)  # bytes a clock and SM
-
-# Per clock and SM. Vendor's and published figures for B200, none measured here; L2 is an assumption
-# and issue is one instruction of each of four schedulers.
-RATES = {
-    "MMA": 8192,  # FLOP
-    "ex2": 16,
-    "lanes": 128,
-    "SMEM operands": 128,  # bytes
-    "SMEM fills": 128,  # bytes
-    "L2": 64,  # bytes
-    "issue": 4,  # warp instructions
-}
-_MOVES = ("mov", "cvta")
-# A lane operation: one for each thread of any arithmetic, conversion, comparison or selection, by
-# whatever warp, two for f32x2. Branches, barriers, memory and elect, shfl, vote are none.
-_ARITHMETIC = (
-    *("add", "sub", "mul", "mad", "fma", "max", "min", "neg", "abs", "cvt."),
-    *("and", "or", "xor", "not", "shl", "shr", "setp", "selp", "popc"),
-)
+UNITS = ("MMA", "ex2", "lanes", "SMEM operands", "SMEM fills", "L2", "issue")
 CLASSES = (
     *("issued", "work", "ex2", "cubic", "f32x2", "lanes", "max lanes"),
     *("TMEM words loaded", "TMEM words stored", "MMA", "SMEM operand bytes", "TMA bytes in"),
@@ -103,29 +86,28 @@ def compiled(config: vsa_sm100.Config = CONFIG) -> Any:
     return vsa_sm100.compile_offline(config, TARGET)
 
 
-def classify(text: str, box_bytes: int) -> Counter[str]:
+def classify(opcode: str) -> Counter[str]:
     """Say what one issue of a PTX instruction by a warp amounts to, class by class."""
-    text = re.sub(r"^@!?\S+\s+", "", text.strip())
-    opcode = text.split()[0].rstrip(";")
-    amount: Counter[str] = Counter(issued=1)
-    amount["work"] = int(not opcode.startswith(_MOVES))
-    if opcode.startswith("ex2"):
-        amount["ex2"] = 1
-    elif opcode.startswith(("tcgen05.ld.", "tcgen05.st.")):
-        words = int(re.search(r"\.x(\d+)\.b32", opcode)[1])
-        amount["TMEM words " + ("loaded" if opcode[8] == "l" else "stored")] = words
-    elif opcode.startswith("tcgen05.mma."):
-        amount["MMA"] = 1
-        operands = 1 if ", [" in text else 2  # A in tensor memory is written as an address
-        amount["SMEM operand bytes"] = operands * TILE * MMA_K * 2
-    elif opcode.startswith("cp.async.bulk.tensor") and "mbarrier" in opcode:
-        amount["TMA bytes in"] = box_bytes
-    elif opcode.startswith(_ARITHMETIC):
-        amount["lanes"] = 2 if "f32x2" in opcode else 1
-        amount["f32x2"] = int("f32x2" in opcode)
-        amount["cubic"] = 2 * opcode.startswith("add.rm.f32x2")  # one rounds down for each pair
-        amount["max lanes"] = int(opcode.startswith("max"))
+    amount = counts.classify(opcode)
+    amount["f32x2"] = int("f32x2" in opcode)
+    amount["cubic"] = 2 * opcode.startswith("add.rm.f32x2")  # one rounds down for each pair
+    amount["max lanes"] = int(opcode.startswith("max"))
     return amount
+
+
+def work_of(result: emulator.Result, roles: Iterable[Role]) -> Work:
+    """Sort what a run has counted by role, in the classes of this model."""
+    ranges = {role.name: range(role.first, role.last + 1) for role in roles}
+    work = counts.work_of(result, ranges, classify)
+    for amounts in work.values():
+        amounts["TMEM words loaded"] = amounts["tmem_ld_bytes"] // 128
+        amounts["TMEM words stored"] = amounts["tmem_st_bytes"] // 128
+        amounts["MMA"] = amounts["mma_flop"] // MMA_FLOP
+        amounts["SMEM operand bytes"] = amounts["operand_bytes"]
+        amounts["TMA bytes in"] = amounts["tma_bytes_in"]
+        for name in amounts.keys() - CLASSES:
+            del amounts[name]
+    return work
 
 
 def count(rows: tuple[int, ...], size: int = TILE, config: vsa_sm100.Config = CONFIG) -> Work:
@@ -156,20 +138,10 @@ def count(rows: tuple[int, ...], size: int = TILE, config: vsa_sm100.Config = CO
         q, k, v, torch.empty_like(q), selection, softmax_scale=TILE**-0.5, lse=lse
     )
     plan = vsa_sm100.launch_plan(config, TARGET, arguments)
-    result = emulation.run(compiled(config).ptx, plan, profile=True)
-    if result["mma"] != 2 * TILE // MMA_K * sum(rows) or result["warnings"]:
-        raise RuntimeError(f"{result['mma']} MMAs for {sum(rows)} blocks, {result['warnings']}")
-    columns, keys = next(p for p in plan.parameters if isinstance(p, TensorMap)).box[:2]
-    counts, source = result["prof"]
-    work: Work = {role.name: Counter() for role in vsa_sm100.SCHEDULE.roles}
-    for place, (_, text) in enumerate(source):
-        amounts = classify(text, columns * keys * 2)
-        for role in vsa_sm100.SCHEDULE.roles:
-            first = place * 32 + role.first
-            times = sum(counts[first : first + role.warps])
-            if times:
-                for name, amount in amounts.items():
-                    work[role.name][name] += times * amount
+    result = emulator.run(compiled(config).ptx, plan, counts=True)
+    if result.mma != 2 * TILE // MMA_K * sum(rows) or result.findings:
+        raise RuntimeError(f"{result.mma} MMAs for {sum(rows)} blocks, {result.findings}")
+    work = work_of(result, vsa_sm100.SCHEDULE.roles)
     work["softmax"] = work.pop("softmax0") + work.pop("softmax1")
     return work
 
@@ -562,10 +534,10 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         table.add_row(label, *("-" if x is None else f"{x:.{digits}f}" for x in cells))
     console.print(table)
     table = Table(title="Model: clocks of an SM for a tile step")
-    for head in ("", *RATES):
+    for head in ("", *UNITS):
         table.add_column(head, justify="right" if head else "left")
     for label, row in (("full block", step), ("100 of 128 keys", partial)):
-        table.add_row(label, *(f"{row['clocks'][unit]:.0f}" for unit in RATES))
+        table.add_row(label, *(f"{row['clocks'][unit]:.0f}" for unit in UNITS))
     console.print(table)
     table = Table(title="Model: bound / MMA, a lone work item | one more of a busy CTA")
     for head in ("rows of", "fills not counted", "with fills", "not counted, early first QK"):
@@ -596,8 +568,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the rows, replaced")
     parser.add_argument("--sass", action="append", default=[], metavar="NAME=CUBIN")
     arguments = parser.parse_args()
-    if not os.environ.get(emulation.VARIABLE):
-        parser.error(f"{emulation.VARIABLE} must name a folder with the emulator `emu`")
     rows = model()
     if tool := disassembler():
         cubins = dict(entry.split("=", 1) for entry in arguments.sass)

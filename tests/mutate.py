@@ -20,7 +20,7 @@ import emulation
 import sentry
 from mutations import Mutant, mutants, mutated
 from ptx_text import Text
-from verified import HAS_DETECTOR, RACES, SUBJECTS, Subject
+from verified import RACES, SUBJECTS, Subject
 
 FOLDER = Path(__file__).with_name("mutants")
 # Schedules in the order that finds most faults soonest; then all the others.
@@ -216,8 +216,7 @@ def main() -> None:
         records[mutant] = emulate(subject, records[mutant], text)
         write(subject, records.values())
     hidden = [m for m in records if records[m].race is None and not records[m].scheduled]
-    watched = hidden if HAS_DETECTOR else []
-    for mutant in track(watched, "detecting races"):
+    for mutant in track(hidden, "detecting races"):
         ptx = mutated(mutant, text, subject.schedule)
         records[mutant] = replace(records[mutant], race=subject.fault(ptx, RACES))
         write(subject, records.values())

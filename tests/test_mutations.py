@@ -17,15 +17,12 @@ import test_vsa_sm100 as vsa
 from mutate import Record
 from mutations import Mutant, mutants, mutated
 from ptx_text import Text, normalised
-from verified import HAS_DETECTOR, RACES, SUBJECTS, VSA, Subject
+from verified import RACES, SUBJECTS, VSA, Subject
 
 from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, lanes, once
 
 TABLES = {name: mutate.read(subject) for name, subject in SUBJECTS.items()}
 EVERY = [(name, record) for name, table in TABLES.items() for record in table.values()]
-
-
-needs_detector = pytest.mark.skipif(not HAS_DETECTOR, reason="this emulator detects no races")
 
 
 def names(records: list[tuple[str, Record]]) -> list[str]:
@@ -45,7 +42,6 @@ def test_a_schedule_shows(name: str, record: Record):
     assert fault, f"{record.mutant} passes in schedule {record.schedule}: {record.line}"
 
 
-@needs_detector
 @pytest.mark.parametrize(("name", "record"), RACING, ids=names(RACING))
 def test_the_race_detector_shows(name: str, record: Record):
     subject = SUBJECTS[name]
@@ -69,7 +65,6 @@ def test_the_kernel_itself_passes_where_its_mutants_fail(subject: Subject):
     assert set(faults.values()) == {""}, faults
 
 
-@needs_detector
 @pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
 def test_the_race_detector_accepts_the_kernel(subject: Subject):
     assert subject.fault(subject.text().ptx, RACES) == ""

@@ -16,10 +16,13 @@ _INT = r"[us](?:8|16|32|64)"
 def to_bf16(value: np.ndarray, mode: str = "rn") -> np.ndarray:
     """Round float32 to bf16 bits (uint16): to nearest even, or towards zero."""
     bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
-    kept = bits
+    kept = bits >> np.uint32(16)
     if mode == "rn":
-        kept = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    result = (kept >> np.uint32(16)).astype(np.uint16)
+        kept &= np.uint32(1)
+        kept += np.uint32(0x7FFF)
+        kept += bits
+        kept >>= np.uint32(16)
+    result = kept.astype(np.uint16)
     missing = np.isnan(value)
     return np.where(missing, np.uint16(0x7FFF), result) if missing.any() else result
 
@@ -144,8 +147,12 @@ def narrow(c: Link, m, d: Operand, a: Operand, b: Operand | None = None) -> Step
     if not m["x"]:
         return c.assign(c.write(d, "b16"), lambda: half(high))
     low = c.read(b, "f32")
+    both = np.empty((2, c.lanes), np.float32)
 
     def compute() -> np.ndarray:
-        return (half(high).astype(np.uint32) << np.uint32(16)) | half(low)
+        both[0], both[1] = low, high
+        halves = half(both).astype(np.uint32)
+        halves[1] <<= np.uint32(16)
+        return halves[0] | halves[1]
 
     return c.assign(c.write(d, "b32"), compute)

@@ -143,6 +143,10 @@ class Group:
         """Number one of the warps among all of the launch."""
         return self.cta.first_actor + self.first_warp + warp
 
+    def warps_of(self, lanes: np.ndarray) -> list[int]:
+        """Return the warps that lanes belong to."""
+        return [0] if self.num_warps == 1 else np.unique(lanes // 32).tolist()
+
     def live_lanes(self) -> np.ndarray:
         """Return the lanes that have not exited."""
         return np.logical_or.reduce([f.mask for f in self.fragments])
@@ -205,8 +209,9 @@ class Group:
             budget -= 1
             if pc not in executed:
                 executed[pc] = np.zeros(self.num_warps, np.int64)
-            executed[pc] += 1 if full else self._warps_running()
-            fragment.pc = pc
+            running = 1 if full else self._warps_running()
+            executed[pc] += running
+            fragment.pc = start = pc
             iterator = iter(code.steps)
             try:
                 for step in iterator:
@@ -215,6 +220,8 @@ class Group:
             except EmulatorError as error:
                 raise self._located(error, fragment.pc, code, iterator) from error
             if pc == HANDLED:
+                if fragment.wait is not None and fragment.pc == start:
+                    executed[start] -= running  # it will run when it goes on
                 return budget
         fragment.pc = pc
         return budget

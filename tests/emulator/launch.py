@@ -20,6 +20,7 @@ from emulator.memory import PARAMETER_BASE, Memory
 from emulator.options import Options
 from emulator.parser import Kernel, Module, parse
 from emulator.program import Program
+from emulator.traffic import Traffic
 
 MAX_SHARED = 227 * 1024  # with the reserved bytes
 
@@ -42,6 +43,8 @@ class Result:
         Warp id -> FLOP and bytes of the MMAs and boxes that it asked for.
     program : Program
         The text that ran, for counts.
+    traffic : Traffic or None
+        Bytes of global memory; None without the option `counts`.
     """
 
     kernel: str
@@ -52,6 +55,7 @@ class Result:
     findings: tuple[str, ...]
     agent_work: dict[int, Counter[str]]
     program: Program
+    traffic: Traffic | None
 
     @property
     def warp_instructions(self) -> int:
@@ -180,6 +184,7 @@ def launch(
         tuple(machine.findings),
         machine.agents.work,
         program,
+        machine.traffic,
     )
 
 

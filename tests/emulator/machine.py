@@ -15,6 +15,7 @@ from emulator.memory import Memory
 from emulator.options import Options
 from emulator.races import Races
 from emulator.report import deadlock
+from emulator.traffic import Traffic
 
 if TYPE_CHECKING:
     from emulator.group import Group
@@ -59,6 +60,7 @@ class Machine:
         self.tensor_maps: dict[int, Any] = {}
         self.agents = Agents(self)
         self.races = Races(self) if options.races else None
+        self.traffic = Traffic() if options.counts else None
         self.findings: list[str] = []
         self.executed: dict[int, np.ndarray] = {}  # block -> times that each warp id ran it
         self.clusters: list[Cluster] = []

@@ -10,8 +10,9 @@ from emulator.convert import from_bf16, from_f16
 from emulator.errors import EmulatorError
 from emulator.link import Link, Step, op
 from emulator.operands import Address, Operand, Vector
-from emulator.swizzle import Matrix, addresses, decode
+from emulator.swizzle import Matrix, addresses, decode, units_of
 from emulator.tcgen05 import memory_of, pipe_of
+from emulator.tmem import LANES, column_cells
 
 K_BYTES = 32  # of a row of A or B that one instruction reads
 
@@ -110,14 +111,15 @@ class Product:
             shared.check_range(int(places.min()), int(places.max()) + 2)
         shared.check_valid(places >> 1, 2)
         if shared.shadow is not None:
-            shared.shadow.read_async(self.clock, places.reshape(-1), 2)
+            units = units_of(matrix, rows, 16, transposed=self.shape.transposed[which])
+            shared.shadow.read_async(self.clock, units, 16)
         bits = shared.views[2][places >> 1]
         return widen(bits, self.shape.formats[which], negate=self.shape.negate[which])
 
     def _lanes(self) -> np.ndarray:
-        """Return the lanes of D's rows in a CTA."""
+        """Return the lanes of D's rows in a CTA, where they are 64."""
         row = np.arange(self.rows)
-        return row if self.rows == 128 else 32 * (row // 16) + row % 16
+        return 32 * (row // 16) + row % 16
 
     def _a(self, cta: Any) -> np.ndarray:
         if isinstance(self.a, Matrix):
@@ -128,11 +130,13 @@ class Product:
             raise EmulatorError("descriptor", "A in tensor memory needs 128 rows here")
         memory.check_valid(slice(None), slice(self.a, self.a + 8))
         if memory.shadow is not None:
-            memory.shadow.read_async(self.clock, self._cells(self.a, 8))
+            memory.shadow.read_mma(self.clock, column_cells(self.rows, self.a, 8))
         words = np.ascontiguousarray(memory.words[:, self.a : self.a + 8])
         return widen(words.view(np.uint16), self.shape.formats[0], negate=self.shape.negate[0])
 
-    def _cells(self, column: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _cells(self, column: int, count: int) -> tuple[Any, Any]:
+        if self.rows == LANES:
+            return slice(None), slice(column, column + count)
         return self._lanes()[:, None], np.arange(column, column + count)[None, :]
 
     def perform(self) -> None:
@@ -144,7 +148,7 @@ class Product:
             a = self._a(cta)
             at = self._cells(self.column, n)
             if memory.shadow is not None:
-                memory.shadow.write_async(self.clock, at, reads=self.adds)
+                memory.shadow.write_mma(self.clock, column_cells(self.rows, self.column, n))
             old = None
             if self.adds:
                 if not memory.valid[at].all():

@@ -35,6 +35,9 @@ class Options:
         practice takes a barrier wait as a tcgen05 fence, as NVIDIA's own kernels do.
     races : bool
         Detect races (vector clocks over warps and asynchronous agents).
+    counts : bool
+        Count for a model: a try_wait stands still until its phase is complete, so that a wait is
+        issued once in every schedule, and the bytes of global memory are followed.
     num_sms : int
         %nsmid.
     truncate : bool
@@ -52,6 +55,7 @@ class Options:
     descending: bool = False
     profile: str = "practice"
     races: bool = False
+    counts: bool = False
     num_sms: int = 148
     truncate: bool = False
     max_blocks: int = 1 << 40

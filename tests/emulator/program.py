@@ -72,5 +72,7 @@ class Program:
         return idle.pop() if idle else Group(self, num_warps)
 
     def give_group(self, group: Group, variant: str) -> None:
-        """Keep a group for the next CTA."""
+        """Keep a group for the next CTA; the one that has ended need not stay in memory."""
+        group.cta = group.machine = None
+        group.pending.clear()
         self.idle[group.num_warps, group.first_warp, variant].append(group)

@@ -52,15 +52,16 @@ class Clock:
 
 
 class Domain:
-    """The actors of a cluster."""
+    """The actors of a cluster, of which `num_slots` are pieces of asynchronous work."""
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
+    def __init__(self, cluster: Cluster, number: int, num_slots: int) -> None:
         self.cluster = cluster
+        self.num_slots = num_slots
         self.number = number
         self.warps_per_cta = -(-int(np.prod(cluster.machine.block)) // 32)
         self.num_warps = self.warps_per_cta * int(np.prod(cluster.machine.cluster))
         ctas = self.num_warps // self.warps_per_cta
-        self.capacity = 4 * self.num_warps + _AGENTS * ctas + _SLOTS
+        self.capacity = 4 * self.num_warps + _AGENTS * ctas + num_slots
         self.planes = np.zeros((self.num_warps, PLANES, self.capacity), np.int32)
         self.time = np.zeros(self.capacity, np.int32)
         self.time[: self.num_warps] = 1
@@ -96,7 +97,7 @@ class Domain:
             if seen[actor] >= self.time[actor]:
                 self.names[actor] = name
                 return actor
-        if len(self.slots) == _SLOTS:  # reuse the oldest: its last work may be missed
+        if len(self.slots) == self.num_slots:  # reuse the oldest: its last work may be missed
             self.slots.append(self.slots.pop(0))
             self.names[self.slots[-1]] = name
             return self.slots[-1]
@@ -136,6 +137,7 @@ class Races:
         self.domains: dict[int, Domain] = {}
         self.addresses: dict[tuple, Holder] = {}
         self.grains = _grains(machine.kernel)
+        self.num_slots = _SLOTS if _has_agents(machine.kernel) else _AGENTS
         machine.memory.on_new = self.watch_segment
         for segment in machine.memory.segments:
             self.watch_segment(segment)
@@ -148,7 +150,7 @@ class Races:
 
     def watch_cluster(self, cluster: Cluster) -> None:
         """Follow the shared memory of a new cluster."""
-        domain = Domain(cluster, len(self.domains))
+        domain = Domain(cluster, len(self.domains), self.num_slots)
         self.domains[id(cluster)] = domain
         cluster.domain = domain
         for cta in cluster.ctas:
@@ -162,7 +164,10 @@ class Races:
 
     def forget(self, cluster: Cluster) -> None:
         """Drop what only a cluster that has ended needs."""
-        cluster.domain.pipes.clear()
+        domain = cluster.domain
+        domain.pipes.clear()
+        domain.foreign.clear()
+        domain.planes = domain.planes[:0].copy()
 
     def domain(self, cta: Cta) -> Domain:
         """Return the actors that a CTA belongs to."""
@@ -183,6 +188,20 @@ class Races:
             for number, known in domain.foreign[actor].items():
                 barrier.clock.join(number, known)
             self._tick(domain, actor)
+
+    def note_arrivals(self, group: Group, warps: list[int], barrier: Any) -> None:
+        """Keep when the warps arrive at a phase; the latest 64 arrivals are kept."""
+        domain = self.domain(group.cta)
+        actors = [domain.warp(group, warp) for warp in warps]
+        barrier.moments += [(barrier.phase, actor, int(domain.time[actor])) for actor in actors]
+        del barrier.moments[:-64]
+
+    def phases_known(self, group: Group, warp: int, barrier: Any) -> int:
+        """Count the phases that were complete at some arrival that the warp knows of."""
+        domain = self.domain(group.cta)
+        seen = domain.planes[domain.warp(group, warp), SEEN]
+        known = (phase for phase, actor, time in barrier.moments if seen[actor] >= time)
+        return max(known, default=0)
 
     def _tick(self, domain: Domain, actor: int) -> None:
         domain.time[actor] += 1
@@ -355,6 +374,12 @@ def _join_foreign(foreign: dict[int, np.ndarray], number: int, held: np.ndarray)
     mine = foreign.setdefault(number, np.zeros_like(held))
     for plane in _FOREIGN:
         np.maximum(mine[plane], held[plane], out=mine[plane])
+
+
+def _has_agents(kernel: Any) -> bool:
+    """Whether a kernel starts work that others do: TMA, MMAs, stores to other CTAs."""
+    names = ("tcgen05.", "wgmma.", ".bulk", "clusterlaunchcontrol.", "st.async", "red.async")
+    return any(name in i.opcode for i in kernel.instructions for name in names)
 
 
 def _grains(kernel: Any) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from emulator.errors import EmulatorError
+from emulator.tmem import CELL_LANES, COLUMNS, LANES, NUM_CELLS, column_cells
 
 if TYPE_CHECKING:
     from emulator.group import Group
@@ -110,7 +111,8 @@ class CellShadow:
         if strong:
             bad &= ~self.strong[cells]
         self._check_writer(cells, bad, "write", "race")
-        for actor in np.unique(actors).tolist():
+        for warp in group.warps_of(lanes):
+            actor = self.domain.warp(group, warp)
             mine = cells[actors[:, 0] == actor].reshape(-1)
             if not strong:
                 self._check_readers(mine, self.domain.planes[actor, _SEEN], "write", "race")
@@ -135,7 +137,7 @@ class CellShadow:
 
     def read_async(self, clock: Clock, offsets: np.ndarray, size: int) -> None:
         """Check and note a read through the async proxy."""
-        cells = np.unique(_span(offsets, size, self.grain))
+        cells = _span(offsets, size, self.grain).reshape(-1)
         self._check_async(clock, cells, "read by the async proxy")
         self._note_read(clock.actor, cells, clock.time)
 
@@ -159,16 +161,17 @@ class CellShadow:
 
 
 class TensorShadow(CellShadow):
-    """Cells of a tensor memory: loads and stores of a warp are agents of their own."""
+    """Cells of a tensor memory: loads and stores of a warp are agents of their own.
+
+    A cell is a column of 16 lanes, the part that every access reaches whole.
+    """
 
     def __init__(self, races: Races, domain: Domain) -> None:
-        super().__init__(races, domain, 128 * 512, 1, "tensor memory")
+        super().__init__(races, domain, NUM_CELLS, 1, "tensor memory")
 
     def _address(self, cell: int) -> str:
-        return f"lane {cell // 512}, column {cell % 512}"
-
-    def _cells(self, at: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        return np.broadcast_to(at[0] * 512 + at[1], np.broadcast_shapes(*(x.shape for x in at)))
+        lane, column = divmod(cell, COLUMNS)
+        return f"lane {lane * CELL_LANES}, column {column}"
 
     def _check(
         self,
@@ -195,39 +198,35 @@ class TensorShadow(CellShadow):
         domain.time[agent] += 1
         return actor, agent
 
-    def load(self, group: Group, warp: int, at: tuple[np.ndarray, np.ndarray]) -> None:
+    def load(self, group: Group, warp: int, cells: np.ndarray) -> None:
         """Check and note tcgen05.ld."""
-        cells = self._cells(at).reshape(-1)
         actor, agent = self._agent(group, warp, "load")
         self._check(cells, self.domain.planes[actor], "tcgen05.ld", readers=False)
         self._note_read(agent, cells, self.domain.time[agent])
         if not self.races.strict:  # what uses the registers waits for them
             self.domain.planes[actor, (_SEEN, _TENSOR), agent] = self.domain.time[agent]
 
-    def store(self, group: Group, warp: int, at: tuple[np.ndarray, np.ndarray]) -> None:
+    def store(self, group: Group, warp: int, cells: np.ndarray) -> None:
         """Check and note tcgen05.st; the warp's earlier stores are in order with it."""
-        cells = self._cells(at).reshape(-1)
         actor, agent = self._agent(group, warp, "store")
         planes = self.domain.planes[actor].copy()
         planes[(_SEEN, _TENSOR), agent] = self.domain.time[agent]
         self._check(cells, planes, "tcgen05.st", readers=True)
         self._note(cells, agent, self.domain.time[agent], group.current.pc)
 
-    def read_async(self, clock: Clock, at: Any, size: int = 4) -> None:
+    def read_mma(self, clock: Clock, cells: np.ndarray) -> None:
         """Check and note an MMA's read."""
-        cells = self._cells(at).reshape(-1)
         self._check(cells, clock.planes, "read by tcgen05.mma", readers=False)
         self._note_read(clock.actor, cells, clock.time)
 
-    def write_async(self, clock: Clock, at: Any, size: int = 4, *, reads: bool = False) -> None:
+    def write_mma(self, clock: Clock, cells: np.ndarray) -> None:
         """Check and note an MMA's result."""
-        cells = self._cells(at).reshape(-1)
         self._check(cells, clock.planes, "write by tcgen05.mma", readers=True)
         self._note(cells, clock.actor, clock.time, 0)
 
     def free(self, group: Group, column: int, count: int) -> None:
         """Check that an allocation's accesses are ordered before its end, and forget them."""
-        cells = (np.arange(128)[:, None] * 512 + np.arange(column, column + count)).reshape(-1)
+        cells = column_cells(LANES, column, count)
         warp = int(group.current.mask.argmax()) // 32
         planes = self.domain.planes[self.domain.warp(group, warp)]
         self._check(cells, planes, "tcgen05.dealloc", readers=True, fences=False)
@@ -252,6 +251,7 @@ class GlobalShadow:
             )
             for name in ("write", "read", "other read")
         }
+        self.used: set[str] = set()  # slots that hold anything
 
     def _known(self, domain: Domain, planes: np.ndarray, foreign: dict, slot: tuple, cells: Any):
         """Return which cells' last accesses in a slot are ordered before."""
@@ -266,7 +266,7 @@ class GlobalShadow:
 
     def _check(self, what: str, actor: int, view: tuple, cells: np.ndarray, slots, strong) -> None:
         domain, planes, foreign = view
-        for name in slots:
+        for name in self.used.intersection(slots):
             slot = self.slots[name]
             good = self._known(domain, planes, foreign, slot, cells)
             if strong:
@@ -296,21 +296,25 @@ class GlobalShadow:
             first = self.slots["read"]
             same = (first[0][cells] == domain.number) & (first[1][cells] == actor)
             free = self._known(domain, planes, foreign, first, cells) | same
-            for slot, chosen in ((first, cells[free]), (self.slots["other read"], cells[~free])):
-                self._note(slot, chosen, domain.number, actor, time, strong)
+            for name, chosen in (("read", cells[free]), ("other read", cells[~free])):
+                self._note(name, chosen, domain.number, actor, time, strong)
             return
         self._check(what, actor, view, cells, ("write", "read", "other read"), strong)
-        self._note(self.slots["write"], cells, domain.number, actor, time, strong)
+        self._note("write", cells, domain.number, actor, time, strong)
 
-    def _note(self, slot: tuple, cells: np.ndarray, number, actor, time, strong) -> None:
-        for array, value in zip(slot, (number, actor, time, strong), strict=True):
+    def _note(self, name: str, cells: np.ndarray, number, actor, time, strong) -> None:
+        if not len(cells):
+            return
+        self.used.add(name)
+        for array, value in zip(self.slots[name], (number, actor, time, strong), strict=True):
             array[cells] = value
 
     def _generic(self, what: str, group: Group, lanes, offsets, size, strong) -> None:
         domain = self.races.domain(group.cta)
         cells = _span(offsets, size, self.grain)
         actors = domain.lanes(group)[lanes]
-        for actor in np.unique(actors).tolist():
+        for warp in group.warps_of(lanes):
+            actor = domain.warp(group, warp)
             view = (domain, domain.planes[actor, _SEEN], domain.foreign[actor])
             mine = cells[actors == actor].reshape(-1)
             self._access(what, actor, view, mine, domain.time[actor], strong)
@@ -328,7 +332,7 @@ class GlobalShadow:
         self._generic("write", group, lanes, offsets, size, True)
 
     def _async(self, what: str, clock: Clock, offsets, size: int, strong: bool) -> None:
-        cells = np.unique(_span(offsets, size, self.grain))
+        cells = _span(offsets, size, self.grain).reshape(-1)
         view = (clock.domain, clock.planes[_SEEN], clock.foreign)
         self._access(what, clock.actor, view, cells, clock.time, strong)
 

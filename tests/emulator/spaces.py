@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from emulator.errors import EmulatorError
-from emulator.memory import LOCAL_BASE, PARAMETER_BASE, SHARED_BASE, UNITS
+from emulator.memory import LOCAL_BASE, PARAMETER_BASE, SHARED_BASE, UNITS, Segment
 from emulator.shared import OFFSET_MASK, RANK_SHIFT, SharedMemory
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Access:
             out[rows] = self._gather(place, actors, offsets, unit, count)
             if place.shadow is not None:
                 place.shadow.read(self.group, actors, offsets, unit * count, strong=self.strong)
+            self._count(place, actors, offsets, unit * count, "ld")
         return out
 
     def _gather(
@@ -62,6 +63,7 @@ class Access:
                 mark_written(place, offsets, unit * count)
             if place.shadow is not None:
                 place.shadow.write(self.group, actors, offsets, unit * count, strong=self.strong)
+            self._count(place, actors, offsets, unit * count, "st")
 
     def update(
         self, addresses: np.ndarray, lanes: np.ndarray | None, values: np.ndarray, change: Update
@@ -81,10 +83,16 @@ class Access:
             served = rows[::order]
             places = (offsets[::order] // unit).astype(np.intp)
             old[served] = _serve(view.view(values.dtype), places, values[served], change)
+            actors = self._lanes(lanes, rows, len(addresses))
             if place.shadow is not None:
-                actors = self._lanes(lanes, rows, len(addresses))
                 place.shadow.update(self.group, actors, offsets, unit)
+            self._count(place, actors, offsets, unit, "ld", "st")
         return old
+
+    def _count(self, place: object, lanes: np.ndarray, offsets: np.ndarray, size: int, *names):
+        traffic = self.group.machine.traffic
+        if traffic is not None and isinstance(place, Segment):
+            traffic.sectors(self.group, lanes, (place, offsets), size, *names)
 
     # ---- where addresses point
 

@@ -95,6 +95,19 @@ def _places(
     return swizzled(linear + matrix.start, width)
 
 
+@functools.lru_cache(maxsize=1024)
+def _units(matrix: Matrix, rows: int, columns: int, *, transposed: bool) -> np.ndarray:
+    """Return the 16-byte units of a matrix of 16-bit elements, for a start inside one period."""
+    return np.unique(_places(matrix, rows, columns, 2, transposed=transposed) & ~15)
+
+
+def units_of(matrix: Matrix, rows: int, columns: int, *, transposed: bool) -> np.ndarray:
+    """Return the addresses of the 16-byte units that 16-bit elements [rows, columns] fill."""
+    base = matrix.start & ~(PERIOD - 1)
+    inside = matrix._replace(start=matrix.start - base)
+    return _units(inside, rows, columns, transposed=transposed) + base
+
+
 def addresses(
     matrix: Matrix, rows: int, columns: int, *, transposed: bool, element: int = 2
 ) -> np.ndarray:

@@ -10,7 +10,7 @@ from emulator.link import Link, Step, op
 from emulator.operands import Operand
 from emulator.shared import OFFSET_MASK, RANK_SHIFT
 from emulator.spaces import Access
-from emulator.tmem import TensorMemory, fragment
+from emulator.tmem import TensorMemory, cells_of, fragment
 
 UNREAD = np.uint32(0x7FA5A5A5)  # what a loaded register holds before tcgen05.wait::ld (strict)
 
@@ -108,6 +108,7 @@ class _Fragment:
         if len(self.items) != len(self.lane) or bool(split) != (self.shape == "16x32bx2"):
             raise c.unknown(f"{len(self.lane)} registers expected, got {len(self.items)}")
         self.plain = self.shape == "32x32b"
+        self.known: dict[tuple[int, int], np.ndarray] = {}
 
     def place(self, warp: int) -> tuple[TensorMemory, int, int]:
         """Return the memory, first lane and first column of a warp's access."""
@@ -134,11 +135,17 @@ class _Fragment:
             columns = columns + np.where(np.arange(32) >= 16, self.split, 0)
         return self.lane + lane, columns
 
+    def watched(self, lane: int, column: int) -> np.ndarray:
+        """Return the cells of the race detector."""
+        if (lane, column) not in self.known:
+            self.known[lane, column] = cells_of(*self.cells(lane, column))
+        return self.known[lane, column]
+
     def read(self, warp: int) -> np.ndarray:
         """Return [registers, 32]."""
         memory, lane, column = self.place(warp)
         if memory.shadow is not None:
-            memory.shadow.load(self.group, warp, self.cells(lane, column))
+            memory.shadow.load(self.group, warp, self.watched(lane, column))
         if self.plain:
             lanes, columns = slice(lane, lane + 32), slice(column, column + self.width)
             memory.check_valid(lanes, columns)
@@ -194,7 +201,7 @@ def store(c: Link, m, target: Operand, *rest: Operand) -> Step:
             values = np.stack([row[lanes] for row in rows])
             memory, lane, column = cells.place(warp)
             if memory.shadow is not None:
-                memory.shadow.store(group, warp, cells.cells(lane, column))
+                memory.shadow.store(group, warp, cells.watched(lane, column))
             piece = group.machine.agents.issue(
                 group,
                 c.instruction,

@@ -53,35 +53,47 @@ def _check_map(tensor_map: Any) -> None:
             raise EmulatorError("descriptor", f"tensor map: {what}")
 
 
+@functools.lru_cache(maxsize=256)
+def _layout(tensor_map: Any) -> np.ndarray:
+    """Return how far each element of a box lies behind its first one, in bytes."""
+    _check_map(tensor_map)
+    offsets = np.zeros(1, np.int64)
+    strides = (element_bytes(tensor_map), *tensor_map.strides)
+    for extent, stride in zip(tensor_map.box, strides, strict=True):
+        offsets = (np.arange(extent)[:, None] * stride + offsets).reshape(-1)
+    return offsets
+
+
 class Box:
-    """Where the elements of a box lie in global memory: byte addresses and which are inside."""
+    """Where the elements of a box lie in global memory: byte addresses of those inside it."""
 
     def __init__(self, tensor_map: Any, coordinates: tuple[int, ...]) -> None:
-        _check_map(tensor_map)
-        size = element_bytes(tensor_map)
-        shape = tensor_map.box[::-1]
-        address = np.zeros((1,) * len(shape), np.int64)
-        inside = np.ones((1,) * len(shape), bool)
-        strides = (size, *tensor_map.strides)
-        for axis, (start, extent, stride) in enumerate(
-            zip(coordinates, tensor_map.dims, strides, strict=True)
-        ):
-            at = start + np.arange(tensor_map.box[axis])
-            view = [1] * len(shape)
-            view[len(shape) - 1 - axis] = len(at)
-            address = address + (at * stride).reshape(view)
-            inside = inside & ((at >= 0) & (at < extent)).reshape(view)
-        self.size = size
-        self.address = (address + tensor_map.address).reshape(-1)
-        self.inside = np.broadcast_to(inside, shape).reshape(-1)
-        self.any = bool(self.inside.any())
+        offsets = _layout(tensor_map)
+        self.size = element_bytes(tensor_map)
+        self.count = len(offsets)
+        strides = (self.size, *tensor_map.strides)
+        first = sum(c * s for c, s in zip(coordinates, strides, strict=True))
+        self.address = offsets + (tensor_map.address + first)
+        self.inside: Any = slice(None)
+        shape = tensor_map.box, tensor_map.dims
+        if not all(0 <= c <= d - b for c, b, d in zip(coordinates, *shape, strict=True)):
+            self.inside = self._inside(tensor_map, coordinates)
+            self.address = self.address[self.inside]
+        self.any = len(self.address) > 0
+
+    def _inside(self, tensor_map: Any, coordinates: tuple[int, ...]) -> np.ndarray:
+        inside = np.ones(1, bool)
+        for start, extent, size in zip(coordinates, tensor_map.dims, tensor_map.box, strict=True):
+            at = start + np.arange(size)
+            inside = (((at >= 0) & (at < extent))[:, None] & inside).reshape(-1)
+        return inside
 
     def segment(self, machine: Any) -> tuple[Segment, np.ndarray]:
         """Return the tensor's memory, and the element index there of each element inside."""
-        used = self.address[self.inside]
-        low, high = int(used.min()), int(used.max()) + self.size
+        # No stride is negative: the first element has the lowest address, the last the highest.
+        low, high = int(self.address[0]), int(self.address[-1]) + self.size
         segment = machine.memory.segment_of(low, high)
-        return segment, (used - segment.start) // self.size
+        return segment, (self.address - segment.start) // self.size
 
 
 def _chunks(target: int, num_bytes: int, width: int) -> np.ndarray:
@@ -96,8 +108,10 @@ def _shared_units(shared: SharedMemory) -> np.ndarray:
 class Transfer:
     """One box on its way."""
 
-    def __init__(self, group: Group, tensor_map: Any, coordinates: tuple[int, ...]) -> None:
-        self.group = group
+    def __init__(
+        self, group: Group, lane: int, tensor_map: Any, coordinates: tuple[int, ...]
+    ) -> None:
+        self.warp = group.first_warp + lane // 32
         self.machine = group.machine
         self.map = tensor_map
         self.coordinates = coordinates
@@ -114,12 +128,14 @@ class Transfer:
     def load(self, targets: list[tuple[Any, int]], clock: Any) -> None:
         """Fill the same place of some CTAs; elements outside the tensor are 0."""
         box = Box(self.map, self.coordinates)
-        data = np.zeros(len(box.inside), f"u{box.size}")
+        data = np.zeros(box.count, f"u{box.size}")
         if box.any:
             segment, places = box.segment(self.machine)
             data[box.inside] = segment.view(box.size)[places]
             if segment.shadow is not None:
                 segment.shadow.read_async(clock, places * box.size, box.size)
+            if self.machine.traffic is not None:
+                self.machine.traffic.box(self.warp, (segment, places * box.size), box.size, "ld")
         for cta, offset in targets:
             shared = cta.shared
             self._check_place(shared, offset)
@@ -148,6 +164,9 @@ class Transfer:
         values = data[box.inside]
         view[places] = values if change is None else change(view[places], values)
         mark_written(segment, places * box.size, box.size)
+        if self.machine.traffic is not None:
+            names = ("st",) if change is None else ("ld", "st")
+            self.machine.traffic.box(self.warp, (segment, places * box.size), box.size, *names)
 
 
 def _lanes(c: Link) -> np.ndarray:
@@ -192,7 +211,7 @@ def load(c: Link, m, target: Operand, tensor: Operand, barrier: Operand, *extra:
             tensor_map, coordinates = source(lane)
             place, at = int(to()[lane]), int(signal()[lane])
             mask = None if ranks is None else int(ranks[lane])
-            transfer = Transfer(group, tensor_map, coordinates)
+            transfer = Transfer(group, lane, tensor_map, coordinates)
             group.machine.agents.note(group, lane, tma_bytes_in=transfer.num_bytes)
             _issue_load(c, transfer, place, at, (mask, pair))
 
@@ -255,7 +274,7 @@ def store(c: Link, m, tensor: Operand, place: Operand, *extra: Operand) -> Step:
             if key in seen and not m["reduce"]:  # lanes that store the same box once more
                 continue
             seen.add(key)
-            transfer = Transfer(group, tensor_map, coordinates)
+            transfer = Transfer(group, lane, tensor_map, coordinates)
             group.machine.agents.note(group, lane, tma_bytes_out=transfer.num_bytes)
             _issue_store(c, transfer, at, m["o"])
 

@@ -10,6 +10,8 @@ import numpy as np
 from emulator.errors import EmulatorError
 
 LANES, COLUMNS = 128, 512
+CELL_LANES = 16  # lanes that loads, stores and MMAs reach together
+NUM_CELLS = LANES // CELL_LANES * COLUMNS
 
 
 class TensorMemory:
@@ -77,6 +79,18 @@ class TensorMemory:
                 "uninitialised read",
                 f"tensor memory lane {lane + (lanes.start or 0)}, column {column + columns.start}",
             )
+
+
+def cells_of(lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return the cells of the race detector that some lanes and columns lie in, each once."""
+    return np.unique(lanes // CELL_LANES * COLUMNS + columns)
+
+
+@functools.cache
+def column_cells(rows: int, column: int, count: int) -> np.ndarray:
+    """Return the cells of columns of a matrix of 128 rows, or of 64: 16 of each 32 lanes."""
+    lanes = np.arange(0, LANES, CELL_LANES * LANES // rows)
+    return cells_of(lanes[:, None], np.arange(column, column + count))
 
 
 @functools.cache
