@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from emulator.errors import EmulatorError, Where
+from emulator.flight import Flight, watch
 from emulator.hazards import unwaited_use
 from emulator.link import HANDLED, Step, bind
 from emulator.operands import Instruction, Symbol
@@ -101,6 +102,7 @@ class Group:
         for (symbol, _), row in self.symbols.items():
             row[...] = self._place(symbol)
         self.pending: dict[str, list] = {}  # asynchronous work of the warps, by kind
+        self.flights = [Flight() for _ in range(self.num_warps)]
 
     # ---- operands
 
@@ -239,6 +241,8 @@ class Group:
             place = unwaited_use(block.instructions)
             if place is not None:
                 steps[place] = _unwaited
+        if self.program.has_wgmma:
+            watch(self, block.instructions, steps)
         end = None
         following = block.start + len(steps)
         if block.ends:

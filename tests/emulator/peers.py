@@ -33,7 +33,10 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class MapSpec:
-    """A map of the text: its box, swizzle width in bytes, and the TMA dim of each mode."""
+    """A map of the text: its box, swizzle width in bytes, and the TMA dim of each mode.
+
+    A mode of modes stands as its leaves.
+    """
 
     kind: str
     box: tuple[int, ...]
@@ -73,7 +76,7 @@ def tensor_maps(text: str) -> list[MapSpec]:
         swizzle = re.search(r'composed_layout<"S<(\d),\d,\d>', line)
         basis = re.search(r'tma_gbasis = <"([^"]*):', line)[1]
         box = [prod(int(n) for n in re.findall(r"\d+", mode)) for mode in _modes(basis)]
-        strides = _modes(re.findall(r'coord_tensor<"[^"]*", "([^"]*)"', line)[-1].split(":")[1])
+        strides = _leaves(re.findall(r'coord_tensor<"[^"]*", "([^"]*)"', line)[-1].split(":")[1])
         dims = [re.fullmatch(r"1@(\d+)", stride) for stride in strides]
         found.append(
             MapSpec(
@@ -84,6 +87,11 @@ def tensor_maps(text: str) -> list[MapSpec]:
             )
         )
     return found
+
+
+def _leaves(text: str) -> list[str]:
+    """Return the leaves of a tuple of tuples in their order."""
+    return re.findall(r"[^(),]+", text)
 
 
 def _modes(text: str) -> list[str]:

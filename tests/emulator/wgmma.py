@@ -10,6 +10,7 @@ import numpy as np
 
 from emulator.convert import from_bf16, from_f16
 from emulator.errors import EmulatorError
+from emulator.hazards import words
 from emulator.link import Link, Step, op
 from emulator.mma import accumulate
 from emulator.operands import Operand, Register, Vector
@@ -90,6 +91,7 @@ def multiply(c: Link, m, d: Vector, a: Operand, b: Operand, adds: Operand, *flag
     if m["a"] != m["b"]:
         raise c.unknown("A and B have different types")
     group, predicate = c.group, c.predicate(adds)
+    shape, result, inputs = f"m64n{m['n']}k16", words((d,)), words((a,))
     in_registers = isinstance(a, Vector)
     outs = [c.write(item, "f32") for item in d.items]
     part = _Part(c, m, outs, [c.read(x, "u32") for x in a.items] if in_registers else None)
@@ -105,6 +107,7 @@ def multiply(c: Link, m, d: Vector, a: Operand, b: Operand, adds: Operand, *flag
         machine = group.machine
         for warp in c.active_warps():
             lane = 32 * warp
+            group.flights[warp].check(shape, result, inputs)
             matrices = (
                 None if first is None else decode(int(first[lane]), wgmma=True),
                 decode(int(second[lane]), wgmma=True),
@@ -128,15 +131,21 @@ def multiply(c: Link, m, d: Vector, a: Operand, b: Operand, adds: Operand, *flag
                 pipe=pipe,
             )
             piece.clock = clock
-            group.pending.setdefault(("wgmma", warp), []).append(piece)
+            group.flights[warp].add(piece, shape, result, inputs)
 
     return run
 
 
 @op(r"wgmma\.fence\.sync\.aligned", converges=True)
 def fence(c: Link, m) -> Step:
-    """Order registers with the MMAs that follow; those are in order here."""
-    return lambda: None
+    """Order registers with the MMAs that follow."""
+    group = c.group
+
+    def run() -> None:
+        for warp in c.active_warps():
+            group.flights[warp].fence()
+
+    return run
 
 
 @op(r"wgmma\.commit_group\.sync\.aligned", converges=True)
@@ -146,8 +155,7 @@ def commit(c: Link, m) -> Step:
 
     def run() -> None:
         for warp in c.active_warps():
-            groups = group.pending.setdefault(("wgmma groups", warp), [])
-            groups.append(group.pending.pop(("wgmma", warp), []))
+            group.flights[warp].commit()
 
     return run
 
@@ -159,14 +167,12 @@ def wait(c: Link, m, number: Operand) -> Step:
 
     def run() -> None:
         for warp in c.active_warps():
-            groups = group.pending.setdefault(("wgmma groups", warp), [])
-            while len(groups) > left:
-                for piece in groups.pop(0):
-                    group.machine.agents.force(piece)
-                    if group.machine.races is not None:
-                        lanes = np.zeros(c.lanes, bool)
-                        lanes[32 * warp : 32 * warp + 32] = True
-                        group.machine.races.join(group, lanes, piece.clock)
+            for piece in group.flights[warp].wait(left):
+                group.machine.agents.force(piece)
+                if group.machine.races is not None:
+                    lanes = np.zeros(c.lanes, bool)
+                    lanes[32 * warp : 32 * warp + 32] = True
+                    group.machine.races.join(group, lanes, piece.clock)
 
     return run
 
