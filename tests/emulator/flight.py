@@ -1,4 +1,4 @@
-"""Which registers of a warp its wgmmas read and write while the warp goes on.
+"""What the wgmmas of a warp and of a warpgroup may do: registers in flight, and one text for all.
 
 The rules of the PTX ISA: wgmma.fence stands between any access to a register and a wgmma that takes
 it as an accumulator or as a part of A, unless both are wgmmas of one shape that accumulate there;
@@ -8,19 +8,51 @@ instruction whose guard is false counts as an access here.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from emulator.errors import EmulatorError
-from emulator.hazards import ordinary_words
+from emulator.hazards import ordinary_words, registers
 from emulator.operands import Instruction
 
 if TYPE_CHECKING:
     from emulator.group import Group
     from emulator.link import Step
+    from emulator.program import Program
 
 EVERYTHING = -1
+
+
+class Warpgroup:
+    """Four warps that must run the same wgmma instructions, with the same descriptors."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counts = [0] * 4  # instructions of each warp
+        self.base = 0  # instructions that all have run
+        self.ahead: deque[tuple] = deque()  # what follows them, by those that are ahead
+
+    def follow(self, warp: int, what: tuple) -> None:
+        """Compare a warp's next instruction, and its operands, with the others'."""
+        position = self.counts[warp] - self.base
+        if position == len(self.ahead):
+            self.ahead.append(what)
+        elif self.ahead[position] != what:
+            raise EmulatorError("divergence", f"the warps of {self.name} run different wgmmas")
+        self.counts[warp] += 1
+        while min(self.counts) > self.base:
+            self.base += 1
+            self.ahead.popleft()
+
+    def close(self) -> None:
+        """Check that all warps have run all of them."""
+        if self.ahead:
+            counts = ", ".join(map(str, self.counts))
+            raise EmulatorError(
+                "divergence", f"the warps of {self.name} ran {counts} wgmma instructions"
+            )
 
 
 class Multiplication(NamedTuple):
@@ -44,7 +76,8 @@ class Flight:
         Registers of the wgmmas that nothing has waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.touched = EVERYTHING
         self.shapes: dict[str, int] = {}
         self.open: list[Multiplication] = []
@@ -61,21 +94,19 @@ class Flight:
         if (result | inputs) & self.touched:
             raise EmulatorError(
                 "wgmma registers",
-                f"no wgmma.fence after an access to {_names((result | inputs) & self.touched)}",
+                f"no wgmma.fence after an access to {self.names((result | inputs) & self.touched)}",
             )
         for other, accumulators in self.shapes.items():
             if other != shape and accumulators & result:
                 raise EmulatorError(
                     "wgmma registers",
                     f"no wgmma.fence after a wgmma of shape {other} on "
-                    f"{_names(accumulators & result)}",
+                    f"{self.names(accumulators & result)}",
                 )
         for work in self._all():
             clash = work.result & inputs | work.inputs & result
             if clash:
-                raise EmulatorError(
-                    "wgmma registers", f"{_names(clash)} belong to a wgmma in flight"
-                )
+                raise EmulatorError("wgmma registers", f"{self.names(clash)} of a wgmma in flight")
 
     def add(self, piece: Any, shape: str, result: int, inputs: int) -> None:
         """Follow a wgmma."""
@@ -98,14 +129,18 @@ class Flight:
             self.busy |= work.result | work.inputs
         return done
 
+    def names(self, mask: int) -> str:
+        """Name the first of some registers."""
+        first = next(
+            register.name
+            for instruction in self.program.kernel.instructions
+            for register in registers(instruction.operands)
+            if register.kind == "b32" and mask >> register.index & 1
+        )
+        return first if mask.bit_count() == 1 else f"{first} and {mask.bit_count() - 1} more"
+
     def _all(self) -> list[Multiplication]:
         return [work for group in (*self.groups, self.open) for work in group]
-
-
-def _names(mask: int) -> str:
-    """Name 32-bit registers by their numbers among those of the kernel."""
-    numbers = [i for i in range(mask.bit_length()) if mask >> i & 1] if mask > 0 else ["all"]
-    return f"{len(numbers)} 32-bit registers (the first is number {numbers[0]})"
 
 
 def watch(group: Group, instructions: tuple[Instruction, ...], steps: list[Step]) -> None:
@@ -135,6 +170,6 @@ def _report(group: Group, flight: Flight, instructions: tuple, masks: list[int])
     place = next(place for place, mask in enumerate(masks) if mask & flight.busy)
     raise EmulatorError(
         "wgmma registers",
-        f"{_names(masks[place] & flight.busy)} belong to a wgmma in flight",
+        f"{flight.names(masks[place] & flight.busy)} of a wgmma in flight",
         group.where(instructions[place]),
     )

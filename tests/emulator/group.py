@@ -102,7 +102,7 @@ class Group:
         for (symbol, _), row in self.symbols.items():
             row[...] = self._place(symbol)
         self.pending: dict[str, list] = {}  # asynchronous work of the warps, by kind
-        self.flights = [Flight() for _ in range(self.num_warps)]
+        self.flights = [Flight(self.program) for _ in range(self.num_warps)]
 
     # ---- operands
 
