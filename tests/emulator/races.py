@@ -11,9 +11,9 @@ others up to the clocks in its planes:
     PUBLIC     what a fence at the GPU's scope published; an atomic carries it
     PENDING    what atomics brought and awaits a fence
 
-Barriers collect the planes of those who arrive, and when a phase ends give them to those who wait. Under the practice
-profile a barrier carries TENSOR itself. Actors are numbered inside a cluster; what a warp knows of
-other clusters (through atomics in global memory) lies in `foreign`, by cluster.
+Barriers collect the planes of those who arrive, and when a phase ends give them to those who wait.
+Under the practice profile a barrier carries TENSOR itself. Actors are numbered inside a cluster;
+what a warp knows of other clusters (through atomics in global memory) lies in `foreign`, by cluster.
 
 Not seen: races between lanes of one warp; in global memory, more than two readers of a cell that
 are not ordered among themselves.
