@@ -13,7 +13,7 @@ others up to the clocks in its planes:
 
 Barriers collect the planes of those who arrive, and when a phase ends give them to those who wait.
 Under the practice profile a barrier carries TENSOR itself. Actors are numbered inside a cluster;
-what a warp knows of other clusters (through atomics in global memory) lies in `foreign`, by cluster.
+`foreign` has what a warp knows of other clusters (through atomics in global memory), by cluster.
 
 Not seen: races between lanes of one warp; in global memory, more than two readers of a cell that
 are not ordered among themselves.
