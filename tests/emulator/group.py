@@ -317,3 +317,15 @@ class Group:
         self.current.wait = wait
         self.current.pc = resume
         return HANDLED
+
+    def block_parts(self, parts: list[tuple[np.ndarray, Wait]], resume: int) -> int:
+        """Let lanes of the current fragment wait, each part for itself; the others go on."""
+        fragment = self.current
+        self.fragments.remove(fragment)
+        rest = fragment.mask.copy()
+        for lanes, wait in parts:
+            rest &= ~lanes
+            self.fragments.append(Fragment(resume, lanes, int(lanes.sum()), wait))
+        if rest.any():
+            self.fragments.append(Fragment(resume, rest, int(rest.sum())))
+        return HANDLED
