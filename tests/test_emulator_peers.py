@@ -1,4 +1,7 @@
-"""Others' kernels, known to be right on silicon, on the emulator: FlashAttention-4's forward."""
+"""Others' kernels, known to be right on silicon, on the emulator: FlashAttention-4's forward.
+
+Its SM90 kernels also run on the GPU, where there is one, on the same inputs.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +68,24 @@ def listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen.sum(-1, dtype=torch.int32), indices
 
 
+def softmax_of(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights [B, H, S, T], 0 where a query has no key."""
+    q, k, *_ = (t.to(dtype) for t in inputs.tensors)
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(fa4.HEAD_DIM)
+    return scores.masked_fill(~inputs.shown, -math.inf).softmax(-1).nan_to_num(0)
+
+
+def heaviest(inputs: Inputs) -> torch.Tensor:
+    """Return the largest weight of each query: [B, S, H, 1]."""
+    return softmax_of(inputs, torch.float64).amax(-1).transpose(1, 2).unsqueeze(-1)
+
+
 def attention(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
     """Attention, 0 where a query has no key; with a narrow dtype, P is rounded to bf16."""
-    q, k, v, _ = (t.to(dtype) for t in inputs.tensors)
-    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
-    scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(fa4.HEAD_DIM)
-    weights = scores.masked_fill(~inputs.shown, -math.inf).softmax(-1).nan_to_num(0)
+    weights = softmax_of(inputs, dtype)
+    q, _, v, _ = (t.to(dtype) for t in inputs.tensors)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
     if dtype == torch.float32:
         weights = weights.bfloat16().float()
     return torch.einsum("bhst,bthd->bshd", weights, v)
@@ -134,3 +149,54 @@ def test_forward_equals_the_oracle_in_every_schedule(variant, queries, keys, sch
             steps = result.mma / (16 if variant.arch == 100 else 32)
             assert steps == (12 if not variant.causal or variant.arch == 100 else 10)
     assert len(patterns) == 1, "the output depends on the schedule"
+
+
+DEVICE_CASES = [
+    Variant(90),
+    Variant(90, causal=True),
+    Variant(90, causal=True, group=2),
+    Variant(90, sparse=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", DEVICE_CASES)
+def test_the_device_agrees_to_rounding(variant):
+    """P is rounded to bf16 in both; sums and ex2 differ in their last bits."""
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        pytest.skip(f"needs an SM90 GPU, this device has compute capability {capability}")
+    inputs = draw(variant, 200, 300)
+    emulate(variant, inputs, group=4)
+    emulated = inputs.tensors[3].double()
+    on_device = run_on_device(variant, inputs).double()
+    exact, allowed = attention(inputs, torch.float64), allowance(inputs)
+    difference = (on_device - emulated).abs()
+    print(
+        f"{variant}: device - emulated {float(difference.max()):.2e}, "
+        f"device - exact {float((on_device - exact).abs().max()):.2e}, "
+        f"emulated - exact {float((emulated - exact).abs().max()):.2e}, allowed {allowed:.2e}, "
+        f"equal bits {float((difference == 0).double().mean()):.4f}"
+    )
+    assert float((emulated - exact).abs().max()) <= allowed
+    assert float((on_device - exact).abs().max()) <= allowed
+    # Outputs round to neighbours, and an ex2 that differs may round two heavy weights of P apart.
+    unit = 2.0**-7 * torch.maximum(on_device.abs(), emulated.abs())
+    weights = 2.0**-7 * heaviest(inputs) * float(inputs.tensors[2].abs().max())
+    assert (difference <= unit + weights).all()
+    assert float(difference.mean()) <= 2.0**-10 * float(exact.abs().mean())
+
+
+def run_on_device(variant: Variant, inputs: Inputs) -> torch.Tensor:
+    """Run its own entry point on copies of the inputs."""
+    from flash_attn.cute import block_sparsity, interface
+
+    q, k, v = (t.cuda() for t in inputs.tensors[:3])
+    options = {}
+    if variant.sparse:
+        lists = (t.cuda() for t in inputs.lists)
+        block = (fa4.query_block(variant), KEY_BLOCK)
+        options["block_sparse_tensors"] = block_sparsity.BlockSparseTensorsTorch(
+            *lists, block_size=block
+        )
+    return interface._flash_attn_fwd(q, k, v, causal=variant.causal, **options)[0].cpu()
