@@ -32,7 +32,7 @@ class _Knowledge:
 class MBarrier(_Knowledge):
     """An mbarrier: arrivals and bytes that its current phase still awaits.
 
-    `phase` counts the phases that are complete.
+    `phase` counts the phases that are complete; `clock` belongs to the race detector.
     """
 
     cta: Cta
@@ -41,6 +41,7 @@ class MBarrier(_Knowledge):
     pending: int = 0
     tx: int = 0
     phase: int = 0
+    clock: Any = None
     seen: dict[int, int] = field(default_factory=dict)  # actor -> phases that it has seen complete
     arrivals: list[str] = field(default_factory=list)  # the latest ones, for reports
 
