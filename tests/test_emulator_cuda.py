@@ -1,6 +1,12 @@
-"""CUDA C++ through NVRTC, bit for bit: atomics, scans, matches, divergence, clusters."""
+"""CUDA C++ through NVRTC, bit for bit: atomics, scans, matches, divergence, clusters, floats.
+
+The same kernels run on the GPU where there is one, on the same inputs.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import emulator
 import numpy as np
@@ -68,6 +74,31 @@ extern "C" __global__ void sort_few(const int* x, int* out) {
     for (int i = 0; i < 8; ++i) sum = sum * 3 + values[(i + threadIdx.x) & 7];
     out[threadIdx.x] = sum;
 }
+extern "C" __global__ void arithmetic(const float* x, const float* y, int* out) {
+    const float a = x[threadIdx.x], b = y[threadIdx.x];
+    const float results[] = {a + b,        a * b,        fmaf(a, b, a),      a / b,
+                             sqrtf(fabsf(a)), fminf(a, b), __fadd_rz(a, b),   __fmul_ru(a, b),
+                             1.0f / a,     truncf(a),    rintf(b),           a - b * b};
+    for (int i = 0; i < 12; ++i) out[16 * threadIdx.x + i] = __float_as_int(results[i]);
+    int packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(a), "f"(b));
+    out[16 * threadIdx.x + 12] = packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(a), "f"(b));
+    out[16 * threadIdx.x + 13] = packed;
+    out[16 * threadIdx.x + 14] = __float2int_rn(a);
+    out[16 * threadIdx.x + 15] = __float2uint_rz(b);
+}
+extern "C" __global__ void reduce(const int* x, int* out) {
+    const int value = x[threadIdx.x];
+    const unsigned half = 0xFFFFu << (threadIdx.x & 16);
+    int same;
+    const unsigned all = __match_all_sync(half, value >> 4, &same);
+    const int sum = __reduce_add_sync(half, value), low = __reduce_min_sync(half, value);
+    const int other = __shfl_xor_sync(~0u, value, 9), first = __shfl_sync(~0u, value, 5, 8);
+    const int any = __any_sync(half, value > 90), every = __all_sync(half, value > 3);
+    out[threadIdx.x] = (sum * 31 + low) * 31 + (other * 7 + first) * 4 + any * 2 + every;
+    out[threadIdx.x + 64] = all + same;
+}
 extern "C" __global__ void last_block(const int* x, int* partial, int* count, int* out) {
     __shared__ bool is_last;
     partial[blockIdx.x] = x[blockIdx.x] * 2;
@@ -84,18 +115,119 @@ extern "C" __global__ void last_block(const int* x, int* partial, int* count, in
 SCHEDULES = [{"group": 8}, {"seed": 3, "slice": 3}, {"seed": 9, "descending": True, "group": 2}]
 
 
+class Case(NamedTuple):
+    """A launch: what the kernel takes before its output, and what it must give."""
+
+    grid: int
+    block: int
+    inputs: tuple[torch.Tensor | int, ...]
+    want: Callable[[], list[int]] | None
+    num_outputs: int
+
+
+def draw(low: int, high: int, count: int) -> torch.Tensor:
+    numbers = np.random.default_rng(0).integers(low, high, count, np.int32)
+    return torch.from_numpy(numbers)
+
+
+def floats(seed: int) -> torch.Tensor:
+    """Draw 64 floats of all sizes, none of which is NaN, infinite or 0; sums may overflow."""
+    generator = np.random.default_rng(seed)
+    exponents = generator.integers(-30, 30, 64)
+    return torch.from_numpy((generator.standard_normal(64) * 2.0**exponents).astype(np.float32))
+
+
+def scanned() -> list[int]:
+    return np.cumsum(draw(-1000, 1000, 128).numpy()).tolist()
+
+
+def matched() -> list[int]:
+    x, want = draw(0, 6, 64).tolist(), []
+    for i, value in enumerate(x):
+        peers = [lane for lane in range(32) if x[i // 32 * 32 + lane] == value]
+        want.append(len(peers) * 100 + peers[0] + 1)
+    return want
+
+
+def collatz_steps() -> list[int]:
+    steps = [collatz(value) for value in draw(1, 200, 64).tolist()]
+    odd = [sum(s & 1 for s in steps[w : w + 32]) for w in (0, 32)]
+    return [s + 1000 * odd[i // 32] for i, s in enumerate(steps)]
+
+
+def collatz(value: int) -> int:
+    count = 0
+    while value != 1:
+        value = 3 * value + 1 if value & 1 else value // 2
+        count += 1
+    return count
+
+
+def sorted_few() -> list[int]:
+    x, want = draw(0, 100, 80).tolist(), []
+    for thread in range(64):
+        values = [sum(i for i in range(16) if x[thread + i] & 7 == v) for v in range(8)]
+        want.append(sum(3 ** (7 - i) * values[(i + thread) & 7] for i in range(8)))
+    return want
+
+
+def reduced() -> list[int]:
+    x = draw(0, 100, 64).tolist()
+    first, second = [], []
+    for i in range(len(x)):
+        half, warp, bits = i // 16 * 16, i // 32 * 32, 0xFFFF << (i & 16)
+        peers = x[half : half + 16]
+        same = len({p >> 4 for p in peers}) == 1
+        other, chosen = x[i ^ 9], x[warp + i % 32 // 8 * 8 + 5]
+        votes = 2 * any(p > 90 for p in peers) + all(p > 3 for p in peers)
+        first.append((sum(peers) * 31 + min(peers)) * 31 + (other * 7 + chosen) * 4 + votes)
+        second.append(((bits if same else 0) + same + 2**31) % 2**32 - 2**31)
+    return first + second
+
+
+CASES = {
+    "histogram": Case(
+        3,
+        128,
+        (draw(0, 1000, 1500), 1500),
+        lambda: np.bincount(draw(0, 1000, 1500) & 63, minlength=64).tolist(),
+        64,
+    ),
+    "scan": Case(1, 128, (draw(-1000, 1000, 128),), scanned, 128),
+    "match": Case(1, 64, (draw(0, 6, 64),), matched, 64),
+    "reduce": Case(1, 64, (draw(0, 100, 64),), reduced, 128),
+    "collatz": Case(1, 64, (draw(1, 200, 64),), collatz_steps, 64),
+    "sort_few": Case(1, 64, (draw(0, 100, 80),), sorted_few, 64),
+    "neighbours": Case(
+        8,
+        32,
+        (),
+        lambda: [(block % 4 + 1) % 4 * 100 + t for block in range(8) for t in range(32)],
+        256,
+    ),
+    "arithmetic": Case(1, 64, (floats(1), floats(2)), None, 1024),
+}
+
+
+def program(fence: str = "__threadfence()") -> Program:
+    return Program("kernels.cu", SOURCE, (("FENCE", fence),))
+
+
 def ptx(fence: str = "__threadfence()") -> str:
-    return Program("kernels.cu", SOURCE, (("FENCE", fence),)).compile((9, 0)).ptx
-
-
-def draw(low: int, high: int, count: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(low, high, count, np.int32)
+    return program(fence).compile((9, 0)).ptx
 
 
 def run(name: str, grid: int, block: int, values: list, **options) -> None:
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     text = options.pop("text", None) or ptx()
     emulator.launch(text, name, grid, block, 0, values, tensors=tensors, races=True, **options)
+
+
+def emulated(name: str, **options) -> torch.Tensor:
+    case = CASES[name]
+    out = torch.zeros(case.num_outputs, dtype=torch.int32)
+    run(name, case.grid, case.block, [*case.inputs, out], **options)
+    return out
 
 
 @pytest.fixture(autouse=True)
@@ -105,49 +237,32 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_kernels(schedule):
-    x = draw(0, 1000, 1500)
-    out = torch.zeros(64, dtype=torch.int32)
-    run("histogram", 3, 128, [torch.from_numpy(x), len(x), out], **schedule)
-    assert out.tolist() == np.bincount(x & 63, minlength=64).tolist()
-
-    x = draw(-1000, 1000, 128)
-    out = torch.zeros(128, dtype=torch.int32)
-    run("scan", 1, 128, [torch.from_numpy(x), out], **schedule)
-    assert out.tolist() == np.cumsum(x).tolist()
-
-    x = draw(0, 6, 64)
-    out = torch.zeros(64, dtype=torch.int32)
-    run("match", 1, 64, [torch.from_numpy(x), out], **schedule)
-    for i, value in enumerate(x.tolist()):
-        peers = [lane for lane in range(32) if x[i // 32 * 32 + lane] == value]
-        assert out[i] == len(peers) * 100 + peers[0] + 1
-
-    x = draw(1, 200, 64)
-    out = torch.zeros(64, dtype=torch.int32)
-    run("collatz", 1, 64, [torch.from_numpy(x), out], **schedule)
-    steps = [collatz(value) for value in x.tolist()]
-    odd = [sum(s & 1 for s in steps[w : w + 32]) for w in (0, 32)]
-    assert out.tolist() == [s + 1000 * odd[i // 32] for i, s in enumerate(steps)]
-
-    x = draw(0, 100, 80)
-    out = torch.zeros(64, dtype=torch.int32)
-    run("sort_few", 1, 64, [torch.from_numpy(x), out], **schedule)
-    for thread in range(64):
-        values = [sum(i for i in range(16) if x[thread + i] & 7 == v) for v in range(8)]
-        assert out[thread] == sum(3 ** (7 - i) * values[(i + thread) & 7] for i in range(8))
-
-    out = torch.zeros(8 * 32, dtype=torch.int32)
-    run("neighbours", 8, 32, [out], **schedule)
-    want = [(block % 4 + 1) % 4 * 100 + t for block in range(8) for t in range(32)]
-    assert out.tolist() == want
+    text = ptx()
+    for name, case in CASES.items():
+        out = emulated(name, text=text, **schedule)
+        if case.want is not None:
+            assert out.tolist() == case.want(), name
 
 
-def collatz(value: int) -> int:
-    count = 0
-    while value != 1:
-        value = 3 * value + 1 if value & 1 else value // 2
-        count += 1
-    return count
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_device_agrees_bit_for_bit(name):
+    capability = torch.cuda.get_device_capability()
+    if capability < (9, 0):
+        pytest.skip(f"needs compute capability 9.0 (clusters), this device has {capability}")
+    case = CASES[name]
+    values = [v.cuda() if isinstance(v, torch.Tensor) else v for v in case.inputs]
+    out = torch.zeros(case.num_outputs, dtype=torch.int32, device="cuda")
+    values.append(out)
+    signature = "".join("P" if isinstance(v, torch.Tensor) else "i" for v in values)
+    kernel = program().kernel(name, signature, out.device)
+    kernel(
+        (case.grid, 1, 1),
+        (case.block, 1, 1),
+        *(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values),
+    )
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), emulated(name, text=program().compile(capability).ptx))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -44,10 +44,11 @@ def fa4_cost() -> Cost:
     """Count FlashAttention-4 on 256 queries and 1024 keys: 16 tile steps."""
     import fa4
 
-    kernel = fa4.compiled(100, False)
+    variant = fa4.Variant(100)
+    kernel = fa4.compiled(variant)
     q, k, v = _operands(256, 1024)
     out = torch.empty_like(q)
-    made = fa4.launch_of(100, False, kernel, (q, k, v, out))
+    made = fa4.launch_of(variant, kernel, (q, k, v, out))
     shared = 227 * 1024 - program_of(kernel.ptx).kernel.shared_bytes
     result = launch(kernel.ptx, None, made.grid, made.block, shared, made.parameters, counts=True)
     return Cost.of(result, ROLES_OF_FA4, 2 * 1024 / 128)

@@ -13,8 +13,23 @@ if TYPE_CHECKING:
 MAX_COUNT = (1 << 20) - 1
 
 
+class _Knowledge:
+    """What the race detector hands on: by those who arrived in this phase, and in earlier ones."""
+
+    clock: Any = None
+    opened: Any = None
+
+    def hand_on(self) -> None:
+        """End a phase: those who wait for it learn what its arrivals knew."""
+        if self.opened is None:
+            self.opened = self.clock
+        elif self.clock is not None:
+            self.opened.merge(self.clock)
+        self.clock = None
+
+
 @dataclass(eq=False)
-class MBarrier:
+class MBarrier(_Knowledge):
     """An mbarrier: arrivals and bytes that its current phase still awaits.
 
     `phase` counts the phases that are complete; `clock` and `moments` belong to the race detector.
@@ -75,6 +90,7 @@ class MBarrier:
     def _advance(self) -> None:
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
+            self.hand_on()
             self.pending = self.expected
 
     def passed(self, parity: int) -> bool:
@@ -82,7 +98,7 @@ class MBarrier:
         return self.phase & 1 != parity & 1
 
 
-class NamedBarrier:
+class NamedBarrier(_Knowledge):
     """One of a CTA's 16 barriers; counts warps."""
 
     def __init__(self, cta: Cta, number: int) -> None:
@@ -92,7 +108,6 @@ class NamedBarrier:
         self.arrived = 0
         self.expected: int | None = None  # warps; None: all that live
         self.tally: dict[int, list[int]] = {}  # generation -> predicates that are true, threads
-        self.clock: Any = None
 
     def arrive(self, warps: int, expected: int | None) -> int:
         """Count warps; returns the generation that they belong to."""
@@ -119,6 +134,7 @@ class NamedBarrier:
         wanted = self.cta.live_warps() if self.expected is None else self.expected
         if self.arrived >= wanted:
             self.generation += 1
+            self.hand_on()
             self.arrived = 0
 
     def state(self) -> str:
@@ -127,14 +143,13 @@ class NamedBarrier:
         return f"barrier {self.number} of CTA {self.cta.index}: {self.arrived} of {wanted} warps"
 
 
-class ClusterBarrier:
+class ClusterBarrier(_Knowledge):
     """The barrier of all threads of a cluster; arrive and wait are separate."""
 
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
         self.generation = 0
         self.arrived = 0
-        self.clock: Any = None
 
     def arrive(self, lanes: int) -> int:
         """Count threads; returns the generation that they belong to."""
@@ -147,6 +162,7 @@ class ClusterBarrier:
         """Open the barrier where all live threads have arrived."""
         if self.arrived and self.arrived >= sum(c.live_threads() for c in self.cluster.ctas):
             self.generation += 1
+            self.hand_on()
             self.arrived = 0
 
     def state(self) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from emulator.barriers import MAX_COUNT, ClusterBarrier, MBarrier, NamedBarrier
 from emulator.errors import EmulatorError
+from emulator.flight import Warpgroup
 from emulator.group import Group
 from emulator.memory import SHARED_BASE
 from emulator.shared import OFFSET_MASK, RANK_SHIFT, SharedMemory
@@ -35,6 +36,7 @@ class Cta:
         self.mbarriers: dict[int, MBarrier] = {}
         self.barriers: dict[int, NamedBarrier] = {}
         self.registers: dict[int, int] = {}
+        self.warpgroups: dict[int, Warpgroup] = {}
         self.tmem = None  # TensorMemory, from the first tcgen05.alloc on
         self.groups: list[Group] = []
         self.first_actor = machine.take_actors(self)
@@ -69,6 +71,13 @@ class Cta:
         if number not in self.barriers:
             self.barriers[number] = NamedBarrier(self, number)
         return self.barriers[number]
+
+    def follow_wgmma(self, warp: int, what: tuple) -> None:
+        """Compare a warp's wgmma instruction with those of its warpgroup."""
+        number = warp // 4
+        if number not in self.warpgroups:
+            self.warpgroups[number] = Warpgroup(f"warpgroup {number} of CTA {self.index}")
+        self.warpgroups[number].follow(warp % 4, what)
 
     def init_mbarrier(self, address: int, count: int) -> None:
         """Make an mbarrier in this CTA's shared memory."""

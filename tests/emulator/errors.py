@@ -22,6 +22,7 @@ KINDS = {
     "divergence": "an aligned or full-mask instruction without all its lanes",
     "unfinished work": "asynchronous work is in flight when the kernel ends",
     "unwaited load": "a tcgen05.ld result is used before tcgen05.wait::ld (strict)",
+    "wgmma registers": "a register of a wgmma is touched without wgmma.fence or wgmma.wait_group",
     "registers": "setmaxnreg beyond the registers of the CTA",
     "trap": "the kernel ran trap",
     "endless": "more basic blocks than the limit",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from emulator.errors import EmulatorError, Where
+from emulator.flight import Flight, watch
 from emulator.hazards import unwaited_use
 from emulator.link import HANDLED, Step, bind
 from emulator.operands import Instruction, Symbol
@@ -101,6 +102,7 @@ class Group:
         for (symbol, _), row in self.symbols.items():
             row[...] = self._place(symbol)
         self.pending: dict[str, list] = {}  # asynchronous work of the warps, by kind
+        self.flights = [Flight(self.program) for _ in range(self.num_warps)]
 
     # ---- operands
 
@@ -246,6 +248,8 @@ class Group:
             place = unwaited_use(block.instructions)
             if place is not None:
                 steps[place] = _unwaited
+        if self.program.has_wgmma:
+            watch(self, block.instructions, steps)
         end = None
         following = block.start + len(steps)
         if block.ends:
@@ -319,4 +323,16 @@ class Group:
         wait.after = after
         self.current.wait = wait
         self.current.pc = resume
+        return HANDLED
+
+    def block_parts(self, parts: list[tuple[np.ndarray, Wait]], resume: int) -> int:
+        """Let lanes of the current fragment wait, each part for itself; the others go on."""
+        fragment = self.current
+        self.fragments.remove(fragment)
+        rest = fragment.mask.copy()
+        for lanes, wait in parts:
+            rest &= ~lanes
+            self.fragments.append(Fragment(resume, lanes, int(lanes.sum()), wait))
+        if rest.any():
+            self.fragments.append(Fragment(resume, rest, int(rest.sum())))
         return HANDLED

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from emulator.operands import Register, Vector
+from collections.abc import Iterator
+
+from emulator.operands import (
+    Address,
+    Instruction,
+    Not,
+    Operand,
+    Pair,
+    Register,
+    TensorAddress,
+    Vector,
+)
 
 
 def unwaited_use(instructions: tuple) -> int | None:
@@ -13,16 +24,37 @@ def unwaited_use(instructions: tuple) -> int | None:
             loaded.clear()
         elif instruction.opcode.startswith("tcgen05.ld."):
             loaded.update(instruction.operands[0].items)
-        elif loaded and any(r in loaded for r in _registers(instruction.operands)):
+        elif loaded and any(r in loaded for r in registers(instruction.operands)):
             return place
     return None
 
 
-def _registers(operands: tuple):
+def registers(operands: tuple[Operand, ...]) -> Iterator[Register]:
+    """Yield the registers that operands name, those of addresses included."""
     for operand in operands:
         if isinstance(operand, Register):
             yield operand
         elif isinstance(operand, Vector):
-            yield from _registers(operand.items)
-        elif hasattr(operand, "base"):
-            yield from _registers((operand.base,))
+            yield from registers(operand.items)
+        elif isinstance(operand, Address):
+            yield from registers((operand.base,))
+        elif isinstance(operand, TensorAddress):
+            yield from registers((operand.base, *operand.coordinates))
+        elif isinstance(operand, Pair):
+            yield from registers((operand.first, operand.second))
+        elif isinstance(operand, Not):
+            yield operand.register
+
+
+def words(operands: tuple[Operand, ...]) -> int:
+    """Return the 32-bit registers that operands name, as bits of a number."""
+    mask = 0
+    for register in registers(operands):
+        if register.kind == "b32":
+            mask |= 1 << register.index
+    return mask
+
+
+def ordinary_words(instruction: Instruction) -> int:
+    """Return the 32-bit registers of an instruction that is no wgmma."""
+    return 0 if instruction.opcode.startswith("wgmma.") else words(instruction.operands)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from emulator.errors import EmulatorError
@@ -11,33 +13,55 @@ from emulator.operands import Immediate, Operand, Pair, Sink
 _ALL = 0xFFFFFFFF
 
 
-def _check(c: Link, members: Operand):
-    """Return a function that checks that the lanes that run are those of the member mask."""
+def _sets(c: Link, members: Operand) -> Callable[[], list[np.ndarray]]:
+    """Return a function for the lanes that run, apart by member mask; they are those of the mask.
+
+    Each of its results has, of every warp, the lanes of one mask.
+    """
     group, mask = c.group, c.mask
     everyone = isinstance(members, Immediate) and int(members.text, 0) & _ALL == _ALL
+    whole = [np.ones(c.lanes, bool)]
     if everyone and mask is None:
-        return lambda: None
+        return lambda: whole
     named = c.read(members, "u32")
     bit = np.uint32(1) << (np.arange(c.lanes) % 32).astype(np.uint32)
 
-    def check() -> None:
+    def sets() -> list[np.ndarray]:
+        running = whole[0] if mask is None else mask
         if everyone and len(group.fragments) == 1 and c.instruction.guard is None:
-            return
-        running = np.ones(c.lanes, bool) if mask is None else mask
-        inside = (named & bit) != 0
-        if (running & ~inside).any():
+            return [running]
+        if (running & ((named & bit) == 0)).any():
             raise EmulatorError("divergence", "a lane runs that its member mask leaves out")
-        live = group.live_lanes()
+        live, found = group.live_lanes(), []
         for warp in np.flatnonzero(running.reshape(-1, 32).any(1)).tolist():
             lanes = slice(32 * warp, 32 * warp + 32)
-            first = 32 * warp + int(running[lanes].argmax())
-            wanted = ((np.uint32(named[first]) & bit[lanes]) != 0) & live[lanes]
-            if (wanted & ~running[lanes]).any():
-                raise EmulatorError(
-                    "divergence", f"lanes of the member mask {int(named[first]):#x} are elsewhere"
-                )
+            for number, name in enumerate(np.unique(named[lanes][running[lanes]])):
+                if number == len(found):
+                    found.append(np.zeros(c.lanes, bool))
+                found[number][lanes] = running[lanes] & (named[lanes] == name)
+                if ((name & bit[lanes] != 0) & live[lanes] & ~found[number][lanes]).any():
+                    raise EmulatorError(
+                        "divergence", f"lanes of the member mask {int(name):#x} are elsewhere"
+                    )
+        return found or [running]
 
-    return check
+    return sets
+
+
+def _by_set(
+    c: Link, members: Operand, compute: Callable[[np.ndarray], np.ndarray]
+) -> Callable[[], np.ndarray]:
+    """Return a function that computes a result for each set of lanes that name each other."""
+    sets = _sets(c, members)
+
+    def run() -> np.ndarray:
+        first, *others = sets()
+        result = compute(first)
+        for running in others:
+            result = np.where(running, compute(running), result)
+        return result
+
+    return run
 
 
 def _running(c: Link) -> np.ndarray:
@@ -52,7 +76,7 @@ def shuffle(
     value, by, bound = c.read(a, "u32"), c.read(offset, "u32"), c.read(clamp, "u32")
     out = c.write(d.first if isinstance(d, Pair) else d, "u32")
     found = c.write(d.second, "pred") if isinstance(d, Pair) else None
-    check, mask = _check(c, members), c.mask
+    sets, mask = _sets(c, members), c.mask
     lane = (np.arange(c.lanes) % 32).astype(np.int64)
     warp = np.arange(c.lanes) // 32 * 32
 
@@ -75,7 +99,7 @@ def shuffle(
     known = source() if static else None
 
     def run() -> None:
-        check()
+        sets()
         at, valid = known if known is not None else source()
         result = value[warp + np.where(valid, at, lane)]
         if mask is None:
@@ -93,17 +117,15 @@ def shuffle(
 @op(r"vote\.sync\.(?P<f>all|any|uni)\.pred", converges=True)
 def vote(c: Link, m, d: Operand, a: Operand, members: Operand) -> Step:
     """Whether all, any or equally many lanes have the predicate."""
-    value, check, mask = c.predicate(a), _check(c, members), c.mask
+    value = c.predicate(a)
 
-    def compute() -> np.ndarray:
-        check()
-        running = (np.ones(c.lanes, bool) if mask is None else mask).reshape(-1, 32)
-        votes = value().reshape(-1, 32)
-        some, every = (votes & running).any(1), (votes | ~running).all(1)
+    def compute(running: np.ndarray) -> np.ndarray:
+        votes, voters = value().reshape(-1, 32), running.reshape(-1, 32)
+        some, every = (votes & voters).any(1), (votes | ~voters).all(1)
         result = {"any": some, "all": every, "uni": every | ~some}[m["f"]]
         return np.repeat(result, 32)
 
-    return c.assign(c.write(d, "pred"), compute)
+    return c.assign(c.write(d, "pred"), _by_set(c, members, compute))
 
 
 def ballots(votes: np.ndarray) -> np.ndarray:
@@ -115,12 +137,8 @@ def ballots(votes: np.ndarray) -> np.ndarray:
 @op(r"vote\.sync\.ballot\.b32", converges=True)
 def ballot(c: Link, m, d: Operand, a: Operand, members: Operand) -> Step:
     """A bit for each lane."""
-    value, check, mask = c.predicate(a), _check(c, members), c.mask
-
-    def compute() -> np.ndarray:
-        check()
-        return ballots(value() if mask is None else value() & mask)
-
+    value = c.predicate(a)
+    compute = _by_set(c, members, lambda running: ballots(value() & running))
     return c.assign(c.write(d, "u32"), compute)
 
 
@@ -133,22 +151,21 @@ def active_mask(c: Link, m, d: Operand) -> Step:
 @op(r"match\.(?P<f>any|all)\.sync\.(?P<t>b32|b64)", converges=True)
 def match(c: Link, m, d: Operand, a: Operand, members: Operand) -> Step:
     """The lanes with the same value; all: the whole mask or nothing."""
-    value, check, mask = c.read(a, m["t"]), _check(c, members), c.mask
+    value, sets = c.read(a, m["t"]), _sets(c, members)
     out = c.write(d.first if isinstance(d, Pair) else d, "u32")
     found = c.write(d.second, "pred") if isinstance(d, Pair) else None
 
     def run() -> None:
-        check()
-        running = np.ones(c.lanes, bool) if mask is None else mask
-        warps = value.reshape(-1, 32)
-        same = (warps[:, :, None] == warps[:, None, :]) & running.reshape(-1, 1, 32)
-        words = np.packbits(same, axis=2, bitorder="little").view(np.uint32).reshape(-1)
-        whole = words == ballots(running)
-        if m["f"] == "all":
-            words = np.where(whole, words, np.uint32(0))
-            if found is not None:
-                np.copyto(found, whole, where=running)
-        np.copyto(out, words, where=running)
+        for running in sets():
+            warps = value.reshape(-1, 32)
+            same = (warps[:, :, None] == warps[:, None, :]) & running.reshape(-1, 1, 32)
+            words = np.packbits(same, axis=2, bitorder="little").view(np.uint32).reshape(-1)
+            whole = words == ballots(running)
+            if m["f"] == "all":
+                words = np.where(whole, words, np.uint32(0))
+                if found is not None:
+                    np.copyto(found, whole, where=running)
+            np.copyto(out, words, where=running)
 
     return run
 
@@ -166,25 +183,24 @@ _REDUCTIONS = {
 @op(r"redux\.sync\.(?P<f>add|min|max|and|or|xor)\.(?P<t>u32|s32|b32)", converges=True)
 def reduce(c: Link, m, d: Operand, a: Operand, members: Operand) -> Step:
     """One value of all lanes."""
-    value, check, mask = c.read(a, m["t"]), _check(c, members), c.mask
+    value = c.read(a, m["t"])
     function, neutral = _REDUCTIONS[m["f"]]
     info = np.iinfo(value.dtype)
     if neutral is None:
         neutral = info.max if m["f"] == "min" else info.min
     neutral = np.array(neutral).astype(value.dtype)
 
-    def compute() -> np.ndarray:
-        check()
-        values = value if mask is None else np.where(mask, value, neutral)
-        return np.repeat(function.reduce(values.reshape(-1, 32), axis=1, dtype=value.dtype), 32)
+    def compute(running: np.ndarray) -> np.ndarray:
+        values = np.where(running, value, neutral).reshape(-1, 32)
+        return np.repeat(function.reduce(values, axis=1, dtype=value.dtype), 32)
 
-    return c.assign(c.write(d, m["t"]), compute)
+    return c.assign(c.write(d, m["t"]), _by_set(c, members, compute))
 
 
 @op(r"elect\.sync", converges=True)
 def elect(c: Link, m, d: Operand, members: Operand) -> Step:
     """One leader, the same for the same mask in a run; it varies with the seed."""
-    check, mask, group = _check(c, members), c.mask, c.group
+    sets, group = _sets(c, members), c.group
     if not isinstance(d, Pair):
         raise c.unknown("elect needs two results")
     name = c.write(d.first, "u32") if not isinstance(d.first, Sink) else None
@@ -192,13 +208,12 @@ def elect(c: Link, m, d: Operand, members: Operand) -> Step:
     lane = np.arange(c.lanes) % 32
 
     def run() -> None:
-        check()
-        running = np.ones(c.lanes, bool) if mask is None else mask
-        chosen = np.repeat(
-            [group.machine.leader(row) for row in running.reshape(-1, 32)], 32
-        ).astype(np.uint32)
-        np.copyto(leads, lane == chosen, where=running)
-        if name is not None:
-            np.copyto(name, chosen, where=running)
+        for running in sets():
+            chosen = np.repeat(
+                [group.machine.leader(row) for row in running.reshape(-1, 32)], 32
+            ).astype(np.uint32)
+            np.copyto(leads, lane == chosen, where=running)
+            if name is not None:
+                np.copyto(name, chosen, where=running)
 
     return run

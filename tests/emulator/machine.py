@@ -210,6 +210,8 @@ class Machine:
     def _close(self, cta: Cta) -> None:
         if cta.tmem is not None:
             cta.tmem.close()
+        for warpgroup in cta.warpgroups.values():
+            warpgroup.close()
         for barrier in cta.mbarriers.values():
             if barrier.tx < 0:
                 raise EmulatorError(

@@ -26,6 +26,7 @@ class Program:
         self.module = module
         self.kernel = kernel
         self.leaders = self._leaders()
+        self.has_wgmma = any(i.opcode.startswith("wgmma.mma") for i in kernel.instructions)
         self.blocks: dict[int, Block] = {}
         self.idle: dict[tuple, list[Group]] = {}
 

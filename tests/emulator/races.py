@@ -11,9 +11,9 @@ others up to the clocks in its planes:
     PUBLIC     what a fence at the GPU's scope published; an atomic carries it
     PENDING    what atomics brought and awaits a fence
 
-Barriers collect the planes of those who arrive and give them to those who wait. Under the practice
-profile a barrier carries TENSOR itself. Actors are numbered inside a cluster; what a warp knows of
-other clusters (through atomics in global memory) lies in `foreign`, by cluster.
+Barriers collect the planes of those who arrive, and when a phase ends give them to those who wait.
+Under the practice profile a barrier carries TENSOR itself. Actors are numbered inside a cluster;
+`foreign` has what a warp knows of other clusters (through atomics in global memory), by cluster.
 
 Not seen: races between lanes of one warp; in global memory, more than two readers of a cell that
 are not ordered among themselves.
@@ -127,6 +127,11 @@ class Holder:
         else:
             self.by_cluster[number] = planes.copy()
 
+    def merge(self, other: Holder) -> None:
+        """Collect all that another one holds."""
+        for number, planes in other.by_cluster.items():
+            self.join(number, planes)
+
 
 class Races:
     """The detector of a launch; all its methods are called by the instructions."""
@@ -208,13 +213,13 @@ class Races:
         domain.planes[actor, SEEN, actor] = domain.time[actor]
 
     def acquire(self, group: Group, warps: list[int], barrier: Any) -> None:
-        """Take what a barrier has collected."""
-        if barrier.clock is None:
+        """Take what the arrivals of a barrier's complete phases knew."""
+        if barrier.opened is None:
             return
         domain = self.domain(group.cta)
         for warp in warps:
             actor = domain.warp(group, warp)
-            for number, held in barrier.clock.by_cluster.items():
+            for number, held in barrier.opened.by_cluster.items():
                 if number == domain.number:
                     self._take(domain.planes[actor], held)
                 else:

@@ -141,22 +141,27 @@ class CellShadow:
         self._check_async(clock, cells, "read by the async proxy")
         self._note_read(clock.actor, cells, clock.time)
 
-    def _check_async(self, clock: Clock, cells: np.ndarray, what: str) -> None:
+    def _check_async(
+        self, clock: Clock, cells: np.ndarray, what: str, *, proxy: bool = True
+    ) -> None:
         ordered = self.latest_write <= clock.planes[_SEEN]
-        published = self.domain.is_async | (self.latest_write <= clock.planes[_PROXY])
+        published = self.domain.is_async | (self.latest_write <= clock.planes[_PROXY]) | (not proxy)
         if (ordered & published).all():
             return
         writer, written = self.writer[cells], self.written[cells]
         self._check_writer(cells, written > clock.planes[_SEEN][writer], what, "race")
-        unpublished = written > clock.planes[_PROXY][writer]
+        unpublished = proxy & (written > clock.planes[_PROXY][writer])
         unpublished &= ~self.domain.is_async[writer]
         self._check_writer(cells, unpublished, what, "proxy fence")
 
-    def write_async(self, clock: Clock, offsets: np.ndarray, size: int) -> None:
-        """Check and note a write through the async proxy."""
+    def write_async(
+        self, clock: Clock, offsets: np.ndarray, size: int, *, proxy: bool = True
+    ) -> None:
+        """Check and note a write through the async proxy, or by an agent of the generic one."""
+        what = "write by the async proxy" if proxy else "asynchronous write"
         cells = np.unique(_span(offsets, size, self.grain))
-        self._check_async(clock, cells, "write by the async proxy")
-        self._check_readers(cells, clock.planes[_SEEN], "write by the async proxy", "race")
+        self._check_async(clock, cells, what, proxy=proxy)
+        self._check_readers(cells, clock.planes[_SEEN], what, "race")
         self._note(cells, clock.actor, clock.time, 0)
 
 

@@ -25,34 +25,40 @@ def _nothing() -> None:
 @op(r"(bar|barrier)(\.cta)?\.(?P<f>sync|arrive)(?P<aligned>\.aligned)?", ends=True, converges=True)
 def named_barrier(c: Link, m, number: Operand, threads: Operand | None = None) -> Step:
     """Arrive with whole warps; sync also waits."""
-    which = c.scalar(number, "u32")
-    count = c.scalar(threads, "u32") if threads is not None else None
+    which = c.read(number, "u32")
+    counts = c.read(threads, "u32") if threads is not None else None
     group, following = c.group, c.instruction.index + 1
 
-    def run() -> int:
-        warps = c.active_warps()
-        if not warps:
-            return following
-        if which() > 15:
-            raise EmulatorError("barrier", f"barrier {which()} of 16")
-        total = None if count is None else count()
-        if total is not None and total % 32:
-            raise EmulatorError("barrier", f"{total} threads are no multiple of a warp")
-        barrier = group.cta.barrier(which())
+    def arrive(index: int, count: int | None, warps: list[int]) -> Wait:
+        if index > 15:
+            raise EmulatorError("barrier", f"barrier {index} of 16")
+        if count is not None and count % 32:
+            raise EmulatorError("barrier", f"{count} threads are no multiple of a warp")
+        barrier = group.cta.barrier(index)
         races = group.machine.races
         if races is not None:
             races.release(group, warps, barrier)
-        generation = barrier.arrive(len(warps), None if total is None else total // 32)
-        if m["f"] == "arrive":
-            return following
+        generation = barrier.arrive(len(warps), None if count is None else count // 32)
+        return Wait(
+            lambda: barrier.generation != generation,
+            barrier.state,
+            after=_acquire(races, group, warps, barrier),
+        )
 
-        def ready() -> bool:
-            return barrier.generation != generation
-
-        if races is None and ready():
+    def run() -> int:
+        running = group.current.mask if c.mask is None else c.mask
+        parts: dict[tuple[int, int | None], list[int]] = {}
+        for warp in c.active_warps():
+            lane = 32 * warp + int(running[32 * warp : 32 * warp + 32].argmax())
+            key = (int(which[lane]), None if counts is None else int(counts[lane]))
+            parts.setdefault(key, []).append(warp)
+        waits = [(warps, arrive(*key, warps)) for key, warps in parts.items()]
+        if m["f"] == "arrive" or not waits:
             return following
-        return group.block(
-            Wait(ready, barrier.state), following, after=_acquire(races, group, warps, barrier)
+        if group.num_warps == 1:
+            return group.block(waits[0][1], following, after=waits[0][1].after)
+        return group.block_parts(
+            [(running & np.isin(group.lane_warp, warps), wait) for warps, wait in waits], following
         )
 
     return run

@@ -248,6 +248,20 @@ def _issue_load(
     machine.agents.issue(group, c.instruction, str(transfer), perform)
 
 
+@op(rf"cp\.async\.bulk\.prefetch\.tensor\.(?P<n>[1-5])d\.L2\.global(\.tile)?{_L2}")
+def prefetch(c: Link, m, tensor: Operand, *extra: Operand) -> Step:
+    """Bring a box into L2, which nothing shows; it must be a legal one."""
+    source = _source(c, tensor)
+    if len(tensor.coordinates) != int(m["n"]) or len(extra) != bool(m["hint"]):
+        raise c.unknown("wrong number of operands")
+
+    def run() -> None:
+        for lane in _lanes(c).tolist():
+            Box(*source(lane))
+
+    return run
+
+
 _REDUCE = {
     "add": lambda old, value: old + value,
     "min": np.minimum,

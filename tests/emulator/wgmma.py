@@ -6,13 +6,16 @@ read, accumulators included, some time before the wait for the group ends.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from emulator.convert import from_bf16, from_f16
 from emulator.errors import EmulatorError
+from emulator.hazards import words
 from emulator.link import Link, Step, op
 from emulator.mma import accumulate
-from emulator.operands import Operand, Register, Vector
+from emulator.operands import Operand, Vector
 from emulator.swizzle import Matrix, addresses, decode
 
 _ROWS = 64
@@ -90,6 +93,7 @@ def multiply(c: Link, m, d: Vector, a: Operand, b: Operand, adds: Operand, *flag
     if m["a"] != m["b"]:
         raise c.unknown("A and B have different types")
     group, predicate = c.group, c.predicate(adds)
+    shape, result, inputs = f"m64n{m['n']}k16", words((d,)), words((a,))
     in_registers = isinstance(a, Vector)
     outs = [c.write(item, "f32") for item in d.items]
     part = _Part(c, m, outs, [c.read(x, "u32") for x in a.items] if in_registers else None)
@@ -105,6 +109,12 @@ def multiply(c: Link, m, d: Vector, a: Operand, b: Operand, adds: Operand, *flag
         machine = group.machine
         for warp in c.active_warps():
             lane = 32 * warp
+            add = bool(predicate()[lane])
+            for operand in (first, second):
+                if operand is not None and (operand[lane : lane + 32] != operand[lane]).any():
+                    raise EmulatorError("descriptor", "the lanes have different descriptors")
+            _follow(c, warp, second[lane], add, None if first is None else first[lane])
+            group.flights[warp].check(shape, result, inputs)
             matrices = (
                 None if first is None else decode(int(first[lane]), wgmma=True),
                 decode(int(second[lane]), wgmma=True),
@@ -119,7 +129,6 @@ def multiply(c: Link, m, d: Vector, a: Operand, b: Operand, adds: Operand, *flag
             lanes = np.zeros(c.lanes, bool)
             lanes[lane : lane + 32] = True
             clock = machine.races.issue_mma(group, lanes, pipe) if machine.races else None
-            add = bool(predicate()[lane])
             piece = machine.agents.issue(
                 group,
                 c.instruction,
@@ -128,15 +137,27 @@ def multiply(c: Link, m, d: Vector, a: Operand, b: Operand, adds: Operand, *flag
                 pipe=pipe,
             )
             piece.clock = clock
-            group.pending.setdefault(("wgmma", warp), []).append(piece)
+            group.flights[warp].add(piece, shape, result, inputs)
 
     return run
 
 
+def _follow(c: Link, warp: int, *operands: Any) -> None:
+    what = (c.instruction.index, *operands)
+    c.group.cta.follow_wgmma(c.group.first_warp + warp, what)
+
+
 @op(r"wgmma\.fence\.sync\.aligned", converges=True)
 def fence(c: Link, m) -> Step:
-    """Order registers with the MMAs that follow; those are in order here."""
-    return lambda: None
+    """Order registers with the MMAs that follow."""
+    group = c.group
+
+    def run() -> None:
+        for warp in c.active_warps():
+            _follow(c, warp)
+            group.flights[warp].fence()
+
+    return run
 
 
 @op(r"wgmma\.commit_group\.sync\.aligned", converges=True)
@@ -146,8 +167,8 @@ def commit(c: Link, m) -> Step:
 
     def run() -> None:
         for warp in c.active_warps():
-            groups = group.pending.setdefault(("wgmma groups", warp), [])
-            groups.append(group.pending.pop(("wgmma", warp), []))
+            _follow(c, warp)
+            group.flights[warp].commit()
 
     return run
 
@@ -159,70 +180,12 @@ def wait(c: Link, m, number: Operand) -> Step:
 
     def run() -> None:
         for warp in c.active_warps():
-            groups = group.pending.setdefault(("wgmma groups", warp), [])
-            while len(groups) > left:
-                for piece in groups.pop(0):
-                    group.machine.agents.force(piece)
-                    if group.machine.races is not None:
-                        lanes = np.zeros(c.lanes, bool)
-                        lanes[32 * warp : 32 * warp + 32] = True
-                        group.machine.races.join(group, lanes, piece.clock)
-
-    return run
-
-
-# ---- matrices of 8 x 8 halves
-
-
-def _rows(c: Link, m, target: Operand):
-    """Return a function for the address of each lane's word in each matrix: [matrices, 32]."""
-    address, count = c.address(target), int(m["x"])
-    t = np.arange(32)
-
-    def rows(warp: int) -> np.ndarray:
-        own = address()[32 * warp : 32 * warp + 32].astype(np.int64)
-        if (own[: 8 * count] % 16).any():
-            raise EmulatorError("alignment", "matrix rows must be multiples of 16 bytes")
-        return np.stack([own[8 * i + (t >> 2)] + 4 * (t & 3) for i in range(count)])
-
-    return rows
-
-
-_MATRIX = r"\.sync\.aligned\.m8n8\.x(?P<x>[124])(?P<trans>\.trans)?\.shared(::cta)?\.b16"
-
-
-@op(rf"stmatrix{_MATRIX}", converges=True)
-def store_matrix(c: Link, m, target: Operand, source: Operand) -> Step:
-    """Store matrices; lane 8 i + j has the address of row j of matrix i."""
-    return _matrix(c, m, target, source, stores=True)
-
-
-@op(rf"ldmatrix{_MATRIX}", converges=True)
-def load_matrix(c: Link, m, d: Operand, source: Operand) -> Step:
-    """Load matrices."""
-    return _matrix(c, m, source, d, stores=False)
-
-
-def _matrix(c: Link, m, target: Operand, registers: Operand, *, stores: bool) -> Step:
-    if m["trans"]:
-        raise c.unknown("a transposed matrix is not modelled")
-    if any(not isinstance(x, Register) for x in c.items(registers)):
-        raise c.unknown("registers are expected")
-    rows = _rows(c, m, target)
-    values = [c.read(x, "u32") for x in c.items(registers)]
-    group = c.group
-
-    def run() -> None:
-        from emulator.spaces import Access
-
-        access = Access(group, "shared", "plain")
-        for warp in c.active_warps():
-            lanes = np.arange(32 * warp, 32 * warp + 32)
-            for value, places in zip(values, rows(warp), strict=True):
-                where = places.astype(np.uint32)
-                if stores:
-                    access.store(where, lanes, value[lanes][:, None].copy())
-                else:
-                    value[lanes] = access.load(where, lanes, 4, 1)[:, 0]
+            _follow(c, warp)
+            for piece in group.flights[warp].wait(left):
+                group.machine.agents.force(piece)
+                if group.machine.races is not None:
+                    lanes = np.zeros(c.lanes, bool)
+                    lanes[32 * warp : 32 * warp + 32] = True
+                    group.machine.races.join(group, lanes, piece.clock)
 
     return run
