@@ -340,12 +340,12 @@ class VsaForwardSm90(QueueKernel):
         ring = Ring(Int32(0), Int32(0))
         if group == 1:
             self.pass_turn(0)
-        stream = self.take_word(env, 0, Stream.start())
+        stream = self.take(env, Stream.start())
         while stream.word != END:
             if stream.word == 0:
                 self.await_query(env, stream)
                 self.finish(env, group, fragments, stream, Pair.start())
-                stream = self.take_word(env, 0, stream._replace(rows=stream.rows + 1))
+                stream = self.take(env, stream._replace(rows=stream.rows + 1))
             else:
                 stream, ring = self.run(env, group, fragments, stream, ring)
         self.await_query(env, stream)
@@ -416,9 +416,15 @@ class VsaForwardSm90(QueueKernel):
         o.fill(0.0)
         return following, tiles.advance(ring, KV_SLOTS)
 
+    def take(self, env: Env, stream: Stream) -> Stream:
+        """Wait for the next round word; whichever lane frees a slot later, all have read it."""
+        stream = self.take_word(env, 0, stream)
+        cute.arch.sync_warp()
+        return stream
+
     def follow(self, env: Env, stream: Stream) -> Stream:
         """Take the word after the one in work; `rows` counts the items before its own."""
-        following = self.take_word(env, 0, stream)
+        following = self.take(env, stream)
         rows = stream.rows + Int32(stream.word < 0)
         return Stream(following.word, following.cursor, following.rounds, rows)
 
