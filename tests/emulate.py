@@ -183,7 +183,8 @@ def main() -> None:
     options = parser.parse_args()
     for kernel in suites():
         if options.kernel in ("", kernel):
-            table = {**read(), kernel: emulate(kernel, options.schedules)}
+            entry = emulate(kernel, options.schedules)
+            table = {**read(), kernel: entry}  # others may have written meanwhile
             TABLE.write_text("".join(json.dumps(table[name]) + "\n" for name in sorted(table)))
 
 
