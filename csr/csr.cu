@@ -342,10 +342,7 @@ __device__ Bins prefix_bins(index_t* counts, long long tiles, int bins, index_t*
     for (int other = 0; other < warp; ++other) before += sums[other][lane];
     const index_t total = before + sum;  // of all tiles, in the last warp
     if (valid) {
-        if (warp == PREFIX_WARPS - 1) {
-            totals[head * static_cast<long long>(bins) + bin] = total;
-            __threadfence();
-        }
+        if (warp == PREFIX_WARPS - 1) totals[head * static_cast<long long>(bins) + bin] = total;
 #pragma unroll 8
         for (long long tile = begin; tile < end; ++tile) {
             const index_t count = column[tile * bins];
@@ -354,11 +351,14 @@ __device__ Bins prefix_bins(index_t* counts, long long tiles, int bins, index_t*
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicAdd(&finished[head], 1) == groups - 1;
+    if (threadIdx.x == 0) {  // releases what the barrier has shown it, acquires for the next one
+        __threadfence();
+        is_last = atomicAdd(&finished[head], 1) == groups - 1;
+        __threadfence();
+    }
     __syncthreads();
     if (is_last) {
-        __threadfence();
-        const volatile index_t* of_head = totals + head * static_cast<long long>(bins);
+        const index_t* of_head = totals + head * static_cast<long long>(bins);
         const int first = 2 * threadIdx.x;
         const index_t even = first < bins ? of_head[first] : 0;
         const index_t odd = first + 1 < bins ? of_head[first + 1] : 0;

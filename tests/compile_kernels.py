@@ -4,7 +4,7 @@
 
     --arch sm_100a      one architecture; otherwise all: sm_90a, sm_100a, sm_103a
     --only TEXT         kernels with this text in their name
-    --renew             write the hashes of the PTX to tests/golden.json instead of comparing them
+    --renew             write hashes of the PTX and resources to tests/golden.json, compare nothing
 
 A hash covers the instructions alone, not comments, line information or names: it shows whether a
 change of the sources changed a kernel. Hashes hold for one version of CuTe-DSL; with another one
@@ -63,6 +63,17 @@ class Row:
     ptx_bytes: int
     warnings: frozenset[str]
     digest: str
+
+    @property
+    def takes(self) -> dict[str, int]:
+        """Registers of a thread, bytes of stack and shared memory; spills where they are known."""
+        found = {
+            "registers": self.registers,
+            "stack": self.stack_bytes,
+            "spills": self.spill_bytes,
+            "shared": self.smem_bytes,
+        }
+        return {name: number for name, number in found.items() if number is not None}
 
     def problems(self) -> list[str]:
         """Say what makes the kernel unfit to ship."""
@@ -145,11 +156,24 @@ def golden() -> dict[str, str]:
     return stored["ptx"] if stored[DSL] == version(DSL) else {}
 
 
+def resources() -> dict[str, dict[str, int]]:
+    """Return what kernels took when their hashes were stored, by name; see `Row.takes`."""
+    takes: dict[str, dict[str, int]] = json.loads(GOLDEN.read_text()).get("resources", {})
+    return takes
+
+
 def renew(rows: Iterable[Row]) -> None:
-    """Store the hashes of rows beside those that are there for the same version."""
+    """Store rows beside those that are there: hashes, of CuTe-DSL kernels alone, and resources."""
+    rows = list(rows)
     known = golden() if GOLDEN.exists() else {}
-    known.update({row.name: row.digest for row in rows})
-    content = {DSL: version(DSL), "ptx": dict(sorted(known.items()))}
+    known.update({row.name: row.digest for row in rows if row.barriers is not None})
+    takes = resources() if GOLDEN.exists() else {}
+    takes.update({row.name: row.takes for row in rows})
+    content = {
+        DSL: version(DSL),
+        "ptx": dict(sorted(known.items())),
+        "resources": dict(sorted(takes.items())),
+    }
     GOLDEN.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -179,9 +203,8 @@ def main() -> int:
     parser.add_argument("--renew", action="store_true")
     options = parser.parse_args()
     rows = compile_all(options.arch, options.only)
-    compiled = [row for row in rows if row.barriers is not None]
     if options.renew:
-        renew(compiled)
+        renew(rows)
     known = golden()
     table = Table("kernel", *("registers", "stack", "spills", "shared", "barriers", "PTX", "hash"))
     bad = 0

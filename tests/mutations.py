@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+import mutations_of_data as data
 from ptx_text import Text
 
 from sparse_atten.cute_kernels.common.schedule import MBARRIER_BYTES, Schedule
@@ -40,6 +41,7 @@ _KINDS = (
     ("tensor memory load", r"tcgen05\.ld"),
     ("shared store", r"st\.shared"),
 )
+SYNCHRONISING = frozenset(name for name, _ in _KINDS)
 _ACCESS = re.compile(r"st\.shared|ld\.shared|tcgen05\.(ld|st|wait|mma)")
 _BOUNDARY = re.compile(r"\s*(@|bra|\$L__|ret|elect\.sync|bar\.)")
 
@@ -70,10 +72,11 @@ class Mutant:
 
 
 def sites(text: Text, schedule: Schedule) -> Iterator[Site]:
-    """Yield every instruction that orders something, or stores where others load."""
+    """Yield every instruction that a fault can be put into."""
     for number, line in enumerate(text.lines, 1):
         code = line.split("//")[0]
-        kind = next((name for name, pattern in _KINDS if re.search(pattern, code)), None)
+        found = (name for name, pattern in (*_KINDS, *data.KINDS) if re.search(pattern, code))
+        kind = next(found, None)
         if kind:
             yield Site(kind, _object(code, text, schedule), text.python(number)[0], number)
 
@@ -87,6 +90,8 @@ def _object(code: str, text: Text, schedule: Schedule) -> str:
 
 
 def _place(offset: int, schedule: Schedule) -> str:
+    if not schedule.barriers:
+        return ""
     first = schedule.smem_offset("barriers")
     if first <= offset < schedule.smem_bytes:
         index = (offset - first) // MBARRIER_BYTES
@@ -97,8 +102,10 @@ def _place(offset: int, schedule: Schedule) -> str:
     return ""
 
 
-def mutants(text: Text, schedule: Schedule) -> dict[Mutant, str]:
-    """Return every mutant of a kernel, with the PTX line that it changes.
+def mutants(
+    text: Text, schedule: Schedule, kinds: Collection[str] = SYNCHRONISING
+) -> dict[Mutant, str]:
+    """Return every mutant of a kernel in these kinds of sites, with the PTX line that it changes.
 
     Raises
     ------
@@ -108,6 +115,8 @@ def mutants(text: Text, schedule: Schedule) -> dict[Mutant, str]:
     seen: Counter[tuple[str, str, str]] = Counter()
     found: dict[Mutant, str] = {}
     for site in sites(text, schedule):
+        if site.kind not in kinds:
+            continue
         key = (site.kind, site.object, site.function)
         for edit in EDITS[site.kind]:
             if _apply(edit, text, site.line) is not None:
@@ -141,7 +150,7 @@ def mutated(mutant: Mutant, text: Text, schedule: Schedule) -> str:
 
 # ---- edits: each returns the changed lines, or None where it does not apply --------------------
 
-Edit = Callable[[list[str], int], list[str] | None]
+Edit = data.Edit
 
 
 def _apply(edit: str, text: Text, line: int) -> list[str] | None:
@@ -248,6 +257,7 @@ def _constant(lines: list[str], at: int, register: str) -> int | None:
 
 
 _FUNCTIONS: dict[str, Edit] = {
+    **data.FUNCTIONS,
     "drop": _drop,
     "flip": _flip,
     "halve": _halve,
@@ -257,6 +267,7 @@ _FUNCTIONS: dict[str, Edit] = {
     "shift": _shift,
 }
 EDITS: dict[str, tuple[str, ...]] = {
+    **data.EDITS,
     "wait": ("drop", "flip"),
     "expect_tx": ("drop", "halve"),
     "arrive": ("drop", "early"),

@@ -1,7 +1,8 @@
 """Prove the launches of every kernel and keep the verdicts: python tests/prove.py [kernel].
 
 tests/proofs.jsonl has one line for each launch and tests/proofs.md renders it. --launch proves one
-launch anew. A verdict belongs to a text, which its digest names; the slow tests prove all again.
+launch anew. A verdict belongs to the text whose digest it names, as one compiler makes it; the
+tests compare them, and the slow ones prove all again.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import test_vsa_sm100 as vsa
 from ptx_text import Text, digest
 from sentry import Verdict, prove
-from verified import SUBJECTS, Subject
+from verified import SUBJECTS
+from verified_cuda import MODULES
 
 TABLE = Path(__file__).with_name("proofs.jsonl")
 SHIPPED = "short, as shipped"  # the text without the changes that make it provable
@@ -28,6 +29,23 @@ def read() -> dict[str, dict[str, Any]]:
     return {f"{entry['kernel']}: {entry['launch']}": entry for entry in map(json.loads, lines)}
 
 
+def compiler(kernel: str) -> str:
+    """Name what makes the text of a kernel here."""
+    if kernel in SUBJECTS:
+        return f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}"
+    from cuda.bindings import nvrtc
+
+    return "nvrtc " + ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+
+
+def text_of(kernel: str, launch: str) -> Text:
+    """Return the text that a launch runs."""
+    if kernel in MODULES:
+        return Text(MODULES[kernel]()[launch].ptx)
+    subject = SUBJECTS[kernel]
+    return subject.shipped() if launch == SHIPPED and subject.shipped else subject.text()
+
+
 def store(kernel: str, launch: str, text: Text, verdict: Verdict) -> None:
     """Add a verdict to the table."""
     entry = {
@@ -36,6 +54,7 @@ def store(kernel: str, launch: str, text: Text, verdict: Verdict) -> None:
         **dataclasses.asdict(verdict),
         "seconds": round(verdict.seconds),
         "sentryward": version("sentryward"),
+        "compiler": compiler(kernel),
         "digest": digest(text.ptx),
     }
     table = {**read(), f"{kernel}: {launch}": entry}
@@ -74,29 +93,37 @@ def rendered(entries: list[dict[str, Any]]) -> str:
     )
 
 
-def prove_launch(subject: Subject, launch: str) -> Verdict:
+def launches(kernel: str) -> list[str]:
+    """Name the launches of a kernel or module."""
+    if kernel in MODULES:
+        return list(MODULES[kernel]())
+    subject = SUBJECTS[kernel]
+    return [*subject.launches, *([SHIPPED] if subject.shipped else [])]
+
+
+def prove_launch(kernel: str, launch: str) -> Verdict:
     """Prove one launch, or find out where the proof of the shipped text stops."""
-    text = subject.text()
-    if launch == SHIPPED:
-        text = Text(vsa.compiled("static").ptx)
-        first = next(iter(subject.launches.values()))()
+    text = text_of(kernel, launch)
+    if kernel in MODULES:
+        verdict = MODULES[kernel]()[launch].prove()
+    elif launch == SHIPPED:
+        first = next(iter(SUBJECTS[kernel].launches.values()))()
         verdict = prove(text.ptx, first.plan, first.contents)
     else:
-        verdict = subject.prove(text.ptx, launch)
-    store(subject.name, launch, text, verdict)
+        verdict = SUBJECTS[kernel].prove(text.ptx, launch)
+    store(kernel, launch, text, verdict)
     return verdict
 
 
 def main() -> None:
     """Prove what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kernel", nargs="?", default="vsa_sm100", choices=SUBJECTS)
+    parser.add_argument("kernel", nargs="?", default="vsa_sm100", choices=(*SUBJECTS, *MODULES))
     parser.add_argument("--launch", default="")
     options = parser.parse_args()
-    subject = SUBJECTS[options.kernel]
-    for launch in (*subject.launches, SHIPPED):
+    for launch in launches(options.kernel):
         if options.launch in ("", launch):
-            print(f"{launch}: {prove_launch(subject, launch)}", flush=True)
+            print(f"{launch}: {prove_launch(options.kernel, launch)}", flush=True)
 
 
 if __name__ == "__main__":

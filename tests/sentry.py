@@ -93,6 +93,12 @@ def kernel_input(
             if number in contents:
                 shapes = [[entry % 2**32] for entry in contents[number]]
                 tables.append({"parameter": number, "element_type": "u32", "shapes": shapes})
+        elif isinstance(value, bytes):  # a struct, word by word
+            words = memoryview(value).cast("I")
+            scalars += [
+                {"parameter": number, "offset": 4 * i, "type": "u32", "value": word}
+                for i, word in enumerate(words)
+            ]
         else:
             is_null = ".ptr" in kind or number in pointers
             scalar = "pointer" if is_null else kind.split()[0].lstrip(".")

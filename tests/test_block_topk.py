@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from emulation import SCHEDULES, emulator
 
+from sparse_atten.cute_kernels.common.steps import Step
 from sparse_atten.topk import block_topk, plan, preload
 from sparse_atten.topk.block_topk import _layout, step_of
 from sparse_atten.topk.reference import check_request, largest_blocks
@@ -223,6 +225,16 @@ def plan_of(case: dict) -> tuple[plan.Plan, int]:
 def emulate(case: dict, schedule: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the plan of a case on an emulator, in poisoned memory."""
     emu = emulator()
+
+    def run(config: plan.Config, step: Step, values: list) -> None:
+        shape = step.grid, step.block, step.shared_bytes
+        emu.run_ptx(ptx(config), step.kernel, *shape, values, **schedule)
+
+    return run_steps(case, run)
+
+
+def run_steps(case: dict, run: Callable[[plan.Config, Step, list], None]) -> tuple:
+    """Let `run` execute the launches of a case, in poisoned memory; returns ids and counts."""
     made, width = plan_of(case)
     scores, dim = case["scores"], case.get("dim", -1)
     rows = scores.movedim(dim, -1).shape[:-1]
@@ -240,8 +252,7 @@ def emulate(case: dict, schedule: dict) -> tuple[torch.Tensor, torch.Tensor]:
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     for launch in made.launches:
         step = step_of(launch, width)
-        shape = step.grid, step.block, step.shared_bytes
-        emu.run_ptx(ptx(launch.config), step.kernel, *shape, step.values(pointers), **schedule)
+        run(launch.config, step, step.values(pointers))
     return indices, counts
 
 

@@ -112,6 +112,24 @@ extern "C" __global__ void last_block(const int* x, int* partial, int* count, in
     for (int i = 0; i < gridDim.x; ++i) sum += *static_cast<volatile int*>(partial + i);
     if (threadIdx.x == 0) *out = sum;
 }
+extern "C" __global__ void last_block_of_warps(const int* x, int* partial, int* count, int* out) {
+    __shared__ bool is_last;
+    if (threadIdx.x == 32) {
+        partial[blockIdx.x] = x[blockIdx.x] * 2;
+        __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        FENCE;
+        is_last = atomicAdd(count, 1) == gridDim.x - 1;
+        FENCE;
+    }
+    __syncthreads();
+    if (!is_last || threadIdx.x != 32) return;
+    int sum = 0;
+    for (int i = 0; i < gridDim.x; ++i) sum += partial[i];
+    *out = sum;
+}
 """
 SCHEDULES = [{"group": 8}, {"seed": 3, "slice": 3}, {"seed": 9, "descending": True, "group": 2}]
 
@@ -276,3 +294,23 @@ def test_the_last_block_sees_the_others_only_with_fences(seed):
     count.zero_()
     with pytest.raises(emulator.EmulatorError, match="race"):
         run("last_block", 6, 32, [x, partial, count, out], seed=seed, text=ptx("(void)0"))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_the_thread_that_signals_must_fence(group):
+    """Its fence covers what a barrier has shown it; that of the thread that stored does not."""
+    x = torch.arange(6, dtype=torch.int32)
+    partial, count, out = (torch.zeros(n, dtype=torch.int32) for n in (6, 1, 1))
+    run("last_block_of_warps", 6, 64, [x, partial, count, out], resident=6, group=group)
+    assert out.item() == 2 * sum(range(6))
+    count.zero_()
+    with pytest.raises(emulator.EmulatorError, match="race"):
+        run(
+            "last_block_of_warps",
+            6,
+            64,
+            [x, partial, count, out],
+            resident=6,
+            group=group,
+            text=ptx("(void)0"),
+        )

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from emulation import OWN, SCHEDULES, emulator
+from emulation import SCHEDULES, emulator
 from packing_cases import (
     BF16,
     CASES,
@@ -43,7 +43,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
 def emulated(schedule=SCHEDULES[0]):
     """Launch on an emulator; outputs are poisoned and lie between guards."""
     emu, launched, memory = emulator(), [], []
-    options = {**schedule, "races": True} if OWN else schedule
+    options = {**schedule, "races": True}
 
     def allocate(like, shape, dtype=None):
         dtype = dtype or like.dtype
@@ -375,7 +375,6 @@ def test_emulated_means_do_not_depend_on_the_order_of_warps(schedule):
     assert torch.equal(found[0][1][0], found[1][1][0])
 
 
-@pytest.mark.skipif(not OWN, reason="needs the emulator with a race detector")
 def test_without_its_barrier_the_mean_is_a_race():
     case = CASES["one_token"]
     layout, x = layout_of(case), tensor_of(case)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile kernels")
@@ -12,15 +10,13 @@ pytest.importorskip("sentryward", reason="needs sentryward, which pip installs o
 import prove
 import sentry
 import test_vsa_sm100 as vsa
-import torch
-from device_cases import packed
 from mutations import Mutant, mutated
-from ptx_text import Text
-from verified import VSA
+from ptx_text import Text, digest
+from verified import SUBJECTS, VSA
+from verified_cuda import MODULES
+from verified_msa_k2 import MSA_K2
 
-from sparse_atten.csr import device as csr
 from sparse_atten.cute_kernels.common.launch import LaunchPlan, TensorMap
-from sparse_atten.cute_kernels.common.steps import Step
 
 # What a verdict may rest on; anything new must be read and put here by hand.
 ASSUMPTIONS = {
@@ -50,6 +46,20 @@ def test_longer_launches_are_proved(launch: str):
     check(launch)
 
 
+@pytest.mark.parametrize(
+    "launch",
+    [
+        name if name == "short" else pytest.param(name, marks=pytest.mark.slow)
+        for name in MSA_K2.launches
+    ],
+)
+def test_the_merge_is_proved_as_it_ships(launch: str):
+    verdict = MSA_K2.prove(MSA_K2.text().ptx, launch)
+    assert verdict.result == sentry.PROVED, verdict
+    assert {text.split(":")[0] for text in verdict.assumptions} <= ASSUMPTIONS.keys()
+    assert verdict.events > 50_000
+
+
 def test_a_missing_commit_is_refused():
     text = VSA.text()
     mutant = Mutant("drop", "commit", "s_full", "issue_qk", 0)
@@ -68,39 +78,50 @@ def test_what_is_beyond_it_is_named():
     assert "correct" in verdict.findings[0], "the role that looks at factors"
 
 
-def test_programs_in_cuda_cpp_are_beyond_it():
-    """They branch on the ids that they sort: emulation and the GPU's own checker cover them."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
-    tables = packed(torch.Generator().manual_seed(0), [8], [256], width=2, heads=1)
-    plans: dict[str, LaunchPlan] = {}
+@pytest.mark.slow
+def test_a_program_in_cuda_cpp_is_proved_where_integers_alone_decide():
+    verdict = MODULES["csr"]()["pack_lists"].prove()
+    assert verdict.result == sentry.PROVED, verdict
 
-    def bind(steps: Sequence[Step]) -> Callable[..., None]:
-        def run(*addresses: int) -> None:
-            for step in steps:
-                values = tuple(step.values(addresses))
-                plans[step.kernel] = LaunchPlan(step.grid, step.block, (1, 1, 1), 0, values)
 
-        return run
-
-    csr.csr_on_device(tables, bind, is_wide=False)
-    plan = plans["hist"]
-    pointers = [i for i, code in enumerate(csr.SIGNATURES["hist"]) if code == "P"]
-    verdict = sentry.prove(
-        csr.program(False).compile((10, 0)).ptx, plan, {}, kernel="hist", pointers=pointers
-    )
+@pytest.mark.slow
+def test_a_program_that_branches_on_what_atomics_return_is_beyond_it():
+    verdict = MODULES["csr"]()["prefix"].prove()
     assert verdict.result == "unsupported"
     assert "control_predicate_not_static" in verdict.findings[0]
 
 
+PROOFS = prove.read()
+
+
 def test_the_verdicts_on_record():
     """What `python tests/prove.py` found, rendered; a refutation may not stand there."""
-    table = prove.read()
-    assert {f"{VSA.name}: {launch}" for launch in VSA.launches} <= table.keys()
-    for name, entry in table.items():
-        expected = "unsupported" if entry["launch"] == prove.SHIPPED else sentry.PROVED
-        assert entry["result"] == expected, name
+    for kernel in SUBJECTS:
+        assert {f"{kernel}: {launch}" for launch in prove.launches(kernel)} <= PROOFS.keys()
+    assert {entry["kernel"] for entry in PROOFS.values()} >= MODULES.keys()
+    for name, entry in PROOFS.items():
+        is_beyond = entry["launch"] == prove.SHIPPED or entry["kernel"] in MODULES
+        expected = (sentry.PROVED, "unsupported") if is_beyond else (sentry.PROVED,)
+        assert entry["result"] in expected, name
+        assert entry["result"] == sentry.PROVED or entry["findings"], f"{name}: no reason"
     text = prove.TABLE.with_suffix(".md").read_text()
-    assert text == prove.rendered(list(table.values()))
+    assert text == prove.rendered(list(PROOFS.values()))
+
+
+@pytest.mark.parametrize(
+    "kernel", [*SUBJECTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MODULES)]
+)
+def test_the_verdicts_are_those_of_the_present_text(kernel: str):
+    of_kernel = [entry for entry in PROOFS.values() if entry["kernel"] == kernel]
+    made_by = {entry["compiler"] for entry in of_kernel}
+    if made_by != {prove.compiler(kernel)}:
+        pytest.skip(f"proved on texts of {made_by}, which {prove.compiler(kernel)} may not make")
+    changed = [
+        entry["launch"]
+        for entry in of_kernel
+        if digest(prove.text_of(kernel, entry["launch"]).ptx) != entry["digest"]
+    ]
+    assert changed == [], f"the text of {kernel} is another one: python tests/prove.py {kernel}"
 
 
 def test_input_describes_the_launch():

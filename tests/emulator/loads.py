@@ -226,7 +226,7 @@ def _update(c: Link, m, target: Operand, value, out, change) -> Step:
 def fence(c: Link, m) -> Step:
     """Order what comes before with what comes after, for strong accesses of the thread."""
     group = c.group
-    return lambda: group.machine.fence(group)
+    return lambda: group.machine.fence(group, c.active_warps())
 
 
 # ---- addresses

@@ -103,10 +103,10 @@ class Machine:
 
     # ---- memory order, for the race detector
 
-    def fence(self, group: Group) -> None:
+    def fence(self, group: Group, warps: list[int]) -> None:
         """Run fence or membar."""
         if self.races is not None:
-            self.races.fence(group)
+            self.races.fence(group, warps)
 
     def synchronise(self, group: Group, lanes: Any, where: np.ndarray, sem: str | None) -> None:
         """Order an atomic's address with the thread."""

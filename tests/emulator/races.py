@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 SEEN, PROXY, TENSOR, SENT, GOT, PUBLIC, PENDING = range(7)
 PLANES = 7
-_FOREIGN = (SEEN, PUBLIC, PENDING)
 _SLOTS = 768  # pieces of work of a cluster that can be told apart at a time
 _AGENTS = 8  # lasting agents of a CTA besides the two of each warp
 
@@ -226,7 +225,8 @@ class Races:
                     _join_foreign(domain.foreign[actor], number, held)
 
     def _take(self, planes: np.ndarray, held: np.ndarray) -> None:
-        for plane in (SEEN, PROXY, PUBLIC, PENDING):
+        # Not PUBLIC and PENDING: a fence serves the atomics of its own thread.
+        for plane in (SEEN, PROXY):
             np.maximum(planes[plane], held[plane], out=planes[plane])
         # What a fence published stays so along a chain of barriers: only its ends need fences.
         for plane in (SENT, GOT if self.strict else TENSOR):
@@ -249,10 +249,10 @@ class Races:
             planes = domain.planes[domain.warp(group, warp)]
             np.maximum(planes[target], planes[source], out=planes[target])
 
-    def fence(self, group: Group) -> None:
+    def fence(self, group: Group, warps: list[int]) -> None:
         """Run fence or membar: publish what is known, take what atomics brought."""
         domain = self.domain(group.cta)
-        for warp in range(group.num_warps):
+        for warp in warps:
             actor = domain.warp(group, warp)
             for planes in (domain.planes[actor], *domain.foreign[actor].values()):
                 np.maximum(planes[SEEN], planes[PENDING], out=planes[SEEN])
@@ -377,8 +377,7 @@ class Races:
 
 def _join_foreign(foreign: dict[int, np.ndarray], number: int, held: np.ndarray) -> None:
     mine = foreign.setdefault(number, np.zeros_like(held))
-    for plane in _FOREIGN:
-        np.maximum(mine[plane], held[plane], out=mine[plane])
+    np.maximum(mine[SEEN], held[SEEN], out=mine[SEEN])
 
 
 def _has_agents(kernel: Any) -> bool:
