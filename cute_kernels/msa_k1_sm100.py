@@ -170,6 +170,9 @@ class Config:
         Also write lse_t_partial.
     persistent : {"clc", "static"}
         Later work items come from cluster launch control, or from a grid-stride loop.
+    shuffled_maximum : bool
+        Shuffles find the most keys that a row of a tile sees, in place of a reduction of the warp,
+        whose result a static proof does not follow. For verification.
     """
 
     dtype: str = "bf16"
@@ -179,6 +182,7 @@ class Config:
     fp32_partials: bool = False
     temperature: bool = False
     persistent: str = "clc"
+    shuffled_maximum: bool = False
 
     def check(self) -> None:
         """Raise ValueError where a field is out of range."""

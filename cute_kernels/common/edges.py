@@ -327,8 +327,12 @@ class EdgeKernel(PersistentKernel):
         if const_expr(not self.config.causal):
             return job.keys
         lane = cute.arch.lane_idx()
-        inside = Int32((lane >= start) & (lane < start + self.in_window))
-        return cutlass.max(before, cute.arch.warp_redux_sync(seen * inside, "max"))
+        seen *= Int32((lane >= start) & (lane < start + self.in_window))
+        if const_expr(self.config.shuffled_maximum):
+            for distance in (16, 8, 4, 2, 1):
+                seen = cutlass.max(seen, cute.arch.shuffle_sync_bfly(seen, distance))
+            return cutlass.max(before, seen)
+        return cutlass.max(before, cute.arch.warp_redux_sync(seen, "max"))
 
     @cute.jit
     def publish_tokens(
@@ -351,8 +355,9 @@ class EdgeKernel(PersistentKernel):
             ptx.smem_store(address, offset, token - env.tables.first_token)
             ptx.smem_store(address, offset + 4, place)
         if const_expr(part == self.parts - 1):
-            offset = self.schedule.smem_offset("most_seen")
-            ptx.smem_store(env.smem + (slot >> 1), offset, most)
+            if lane == 0:
+                offset = self.schedule.smem_offset("most_seen")
+                ptx.smem_store(env.smem + (slot >> 1), offset, most)
             self.arrive(env, "meta_full", 0, slot)
 
     @cute.jit
