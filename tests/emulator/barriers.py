@@ -17,7 +17,7 @@ MAX_COUNT = (1 << 20) - 1
 class MBarrier:
     """An mbarrier: arrivals and bytes that its current phase still awaits.
 
-    `phase` counts the phases that are complete; `clock` belongs to the race detector.
+    `phase` counts the phases that are complete; `clock` and `moments` belong to the race detector.
     """
 
     cta: Cta
@@ -29,6 +29,7 @@ class MBarrier:
     clock: Any = None
     seen: dict[int, int] = field(default_factory=dict)  # actor -> phases that it has seen complete
     arrivals: list[str] = field(default_factory=list)  # the latest ones, for reports
+    moments: list[tuple[int, int, int]] = field(default_factory=list)  # phase, actor, its clock
 
     def __post_init__(self) -> None:
         self.pending = self.expected

@@ -76,7 +76,9 @@ def arrive(c: Link, m, *operands: Operand) -> Step:
             if out is not None:
                 out[lanes] = barrier.phase
             if races is not None:
-                races.release(group, np.unique(lanes // 32).tolist(), barrier)
+                warps = np.unique(lanes // 32).tolist()
+                races.note_arrivals(group, warps, barrier)
+                races.release(group, warps, barrier)
             total = len(lanes) if amount is None else int(amount[lanes].sum(dtype=np.uint64))
             if has_bytes:
                 barrier.expect(total)
@@ -175,13 +177,21 @@ def _observe(group, barrier: MBarrier, value: int, lanes: np.ndarray, *, by_pari
 
 
 def _check_lag(group, waiting: list) -> None:
-    """A warp that would pass a phase later than the one it asks for waits two phases behind."""
+    """A warp that would pass a phase later than the one it asks for waits two phases behind.
+
+    It may skip phases of which it knows otherwise that they are complete: the race detector tells.
+    """
+    races = group.machine.races
+    if races is None:
+        return
     for barrier, value, lanes in waiting:
         for warp in np.unique(lanes // 32).tolist():
             seen = barrier.seen.get(group.actor(warp))
-            wanted = None if seen is None else seen + 1
+            if seen is None:
+                continue
+            seen = max(seen, races.phases_known(group, warp, barrier))
             # The next phase of that parity, after what the warp has seen, may be complete already.
-            if wanted is not None and (wanted - 1) & 1 == value & 1 and barrier.phase >= wanted + 1:
+            if seen & 1 == value & 1 and barrier.phase >= seen + 2:
                 raise EmulatorError(
                     "phase lag",
                     f"{group.name(warp)} waits for parity {value} after {seen} phases of "

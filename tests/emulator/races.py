@@ -184,6 +184,20 @@ class Races:
                 barrier.clock.join(number, known)
             self._tick(domain, actor)
 
+    def note_arrivals(self, group: Group, warps: list[int], barrier: Any) -> None:
+        """Keep when the warps arrive at a phase; the latest 64 arrivals are kept."""
+        domain = self.domain(group.cta)
+        actors = [domain.warp(group, warp) for warp in warps]
+        barrier.moments += [(barrier.phase, actor, int(domain.time[actor])) for actor in actors]
+        del barrier.moments[:-64]
+
+    def phases_known(self, group: Group, warp: int, barrier: Any) -> int:
+        """Count the phases that were complete at some arrival that the warp knows of."""
+        domain = self.domain(group.cta)
+        seen = domain.planes[domain.warp(group, warp), SEEN]
+        known = (phase for phase, actor, time in barrier.moments if seen[actor] >= time)
+        return max(known, default=0)
+
     def _tick(self, domain: Domain, actor: int) -> None:
         domain.time[actor] += 1
         domain.planes[actor, SEEN, actor] = domain.time[actor]
