@@ -322,6 +322,7 @@ class MsaPartialSm100(EdgeKernel):
         v = self.descriptor(env, "v", 0, ptx.mn_major_descriptor(HALF_BYTES))
         tail_at = stage * (TAIL_BYTES // 8)
         tail = self.descriptor(env, "tail", tail_at, ptx.mn_major_descriptor(TAIL_BYTES // 2))
+        self.wait_meta(env, tile)
         most = self.read_most_seen(env, tile)
         self.release_meta(env, tile)
         self.wait(env, "p_full", 0, phase, stage)
@@ -371,7 +372,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def softmax_tile(self, env: Env, stage: cutlass.Constexpr, item: Item, tile: Int32) -> None:
         """One tile: mask, maximum, exponentials, P, V's tail, sum and LSE."""
-        self.read_most_seen(env, tile)
+        self.wait_meta(env, tile)
         seen = self.read_place(env, tile)[1] & SEEN
         lanes, s_column = self.tmem_lanes(), SCHEDULE.tmem_column("S") + stage * BLOCK
         phase = (tile >> 1) & 1
@@ -555,7 +556,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def store_tile(self, env: Env, tile: Int32, kv_head: Int32) -> None:
         """Write a tile, a box for each token that exists and 128 bytes."""
-        self.read_most_seen(env, tile)
+        self.wait_meta(env, tile)
         places = []
         here = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
         here += (cute.arch.lane_idx() & (self.in_window - 1)) * 8

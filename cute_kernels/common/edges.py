@@ -399,11 +399,15 @@ class EdgeKernel(PersistentKernel):
         else:
             cute.copy(atom, source, target)
 
-    def read_most_seen(self, env: Env, tile: Int32) -> Int32:
-        """Wait for what is known of a tile; return the most keys that one of its rows sees."""
+    def wait_meta(self, env: Env, tile: Int32) -> None:
+        """Wait for what is known of a tile."""
         slot = (tile & (META_SLOTS - 1)) * 8
         self.wait(env, "meta_full", 0, (tile >> 3) & 1, slot)
-        return ptx.smem_load(env.smem + (slot >> 1), self.schedule.smem_offset("most_seen"), Int32)
+
+    def read_most_seen(self, env: Env, tile: Int32) -> Int32:
+        """Return the most keys that a row of a tile sees. Its metadata have been waited for."""
+        address = env.smem + (tile & (META_SLOTS - 1)) * 4
+        return ptx.smem_load(address, self.schedule.smem_offset("most_seen"), Int32)
 
     def release_meta(self, env: Env, tile: Int32) -> None:
         """Say that the warp has read what is known of a tile."""
