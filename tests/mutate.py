@@ -20,12 +20,12 @@ import emulation
 import sentry
 from mutations import Mutant, mutants, mutated
 from ptx_text import Text
-from verified import HAS_DETECTOR, RACES, SUBJECTS, Subject
+from subject import HAS_DETECTOR, RACES, Subject
+from verified import SUBJECTS
 
 FOLDER = Path(__file__).with_name("mutants")
 # Schedules in the order that finds most faults soonest; then all the others.
 _FIRST = (4, 3, 0, 9)
-LAUNCHES = ("short", "two rounds", "two rows", "three items")  # for SentryWard, the small ones
 STUCK = "shared_control_blocked"  # SentryWard's word for warps that wait for each other's values
 
 
@@ -205,13 +205,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernel", nargs="?", default="vsa_sm100", choices=SUBJECTS)
     parser.add_argument("--renew", action="store_true", help="forget what was found before")
-    parser.add_argument("--launches", default=",".join(LAUNCHES), help="none: ''")
+    parser.add_argument("--launches", type=int, help="how many to prove in; else the small ones")
     parser.add_argument("--survivors", action="store_true", help="prove those that L2 misses alone")
     options = parser.parse_args()
     subject = SUBJECTS[options.kernel]
     text = subject.text()
     known = {} if options.renew else read(subject)
-    records = {m: known.get(m, record) for m, record in chosen(subject, text).items()}
+    found = chosen(subject, text)
+    records = {m: replace(known.get(m, record), line=record.line) for m, record in found.items()}
     for mutant in track([m for m in records if records[m].schedule is None], "emulating"):
         records[mutant] = emulate(subject, records[mutant], text)
         write(subject, records.values())
@@ -221,7 +222,8 @@ def main() -> None:
         ptx = mutated(mutant, text, subject.schedule)
         records[mutant] = replace(records[mutant], race=subject.fault(ptx, RACES))
         write(subject, records.values())
-    for launch in filter(None, options.launches.split(",")):
+    count = subject.small if options.launches is None else options.launches
+    for launch in tuple(subject.launches)[:count]:
         waiting = [
             m
             for m, record in records.items()

@@ -13,10 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import test_vsa_sm100 as vsa
 from ptx_text import Text, digest
 from sentry import Verdict, prove
-from verified import SUBJECTS, Subject
+from subject import Subject
+from verified import SUBJECTS
 
 TABLE = Path(__file__).with_name("proofs.jsonl")
 SHIPPED = "short, as shipped"  # the text without the changes that make it provable
@@ -78,11 +78,11 @@ def prove_launch(subject: Subject, launch: str) -> Verdict:
     """Prove one launch, or find out where the proof of the shipped text stops."""
     text = subject.text()
     if launch == SHIPPED:
-        text = Text(vsa.compiled("static").ptx)
+        text = subject.shipped()
         first = next(iter(subject.launches.values()))()
         verdict = prove(text.ptx, first.plan, first.contents)
     else:
-        verdict = subject.prove(text.ptx, launch)
+        verdict = subject.prove(text.ptx, launch, seconds=1800)
     store(subject.name, launch, text, verdict)
     return verdict
 

@@ -17,7 +17,8 @@ import test_vsa_sm100 as vsa
 from mutate import Record
 from mutations import Mutant, mutants, mutated
 from ptx_text import Text, normalised
-from verified import HAS_DETECTOR, RACES, SUBJECTS, VSA, Subject
+from subject import HAS_DETECTOR, RACES, Subject
+from verified import SUBJECTS, VSA
 
 from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, lanes, once
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,12 +12,14 @@ pytest.importorskip("sentryward", reason="needs sentryward, which pip installs o
 
 import prove
 import sentry
-import test_vsa_sm100 as vsa
 import torch
+from compile_kernels import golden
 from device_cases import packed
 from mutations import Mutant, mutated
-from ptx_text import Text
-from verified import VSA
+from ptx_text import digest
+from subject import Subject
+from verified import SUBJECTS, VSA
+from verified_msa_k1 import MSA_K1
 
 from sparse_atten.csr import device as csr
 from sparse_atten.cute_kernels.common.launch import LaunchPlan, TensorMap
@@ -32,8 +35,16 @@ ASSUMPTIONS = {
 }
 
 
-def check(launch: str) -> None:
-    verdict = VSA.prove(VSA.text().ptx, launch)
+LONGER = [
+    (subject.name, launch)
+    for subject in SUBJECTS.values()
+    for launch in subject.launches
+    if (subject.name, launch) != (VSA.name, "short")
+]
+
+
+def check(subject: Subject, launch: str) -> None:
+    verdict = subject.prove(subject.text().ptx, launch, seconds=1800)
     print(f"{launch}: {verdict}")
     assert verdict.result == sentry.PROVED, verdict
     assert {text.split(":")[0] for text in verdict.assumptions} <= ASSUMPTIONS.keys()
@@ -41,13 +52,24 @@ def check(launch: str) -> None:
 
 
 def test_the_short_launch_is_proved():
-    check("short")
+    check(VSA, "short")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", [name for name in VSA.launches if name != "short"])
-def test_longer_launches_are_proved(launch: str):
-    check(launch)
+@pytest.mark.parametrize(("name", "launch"), LONGER)
+def test_longer_launches_are_proved(name: str, launch: str):
+    check(SUBJECTS[name], launch)
+
+
+@pytest.mark.slow
+def test_lanes_that_write_one_word_are_refused():
+    """Found in MSA's partial attention: all lanes of the load warp wrote a tile's most keys."""
+    lines = MSA_K1.text().lines.copy()
+    offset = MSA_K1.schedule.smem_offset("most_seen")
+    store = next(i for i, line in enumerate(lines) if re.search(rf"st\.shared.*\+{offset}\]", line))
+    guard = max(i for i in range(store) if "bra" in lines[i])
+    lines[guard] = ""
+    assert MSA_K1.prove("\n".join(lines), "short").result == "potential_race"
 
 
 def test_a_missing_commit_is_refused():
@@ -58,14 +80,15 @@ def test_a_missing_commit_is_refused():
     assert any("PTX" in finding and "line" in finding for finding in verdict.findings), verdict
 
 
-def test_what_is_beyond_it_is_named():
-    """The shipped text branches on scores, so that its proof stops there: L2 covers it."""
-    text = Text(vsa.compiled("static").ptx)
-    launch = VSA.launches["short"]()
-    verdict = sentry.prove(text.ptx, launch.plan, launch.contents)
+@pytest.mark.parametrize(("name", "role"), [("vsa_sm100", "correct"), ("msa_k1_sm100", "softmax")])
+def test_what_is_beyond_it_is_named(name: str, role: str):
+    """The shipped texts branch on scores or on a reduced value: L2 covers them."""
+    subject = SUBJECTS[name]
+    launch = subject.launches["short"]()
+    verdict = sentry.prove(subject.shipped().ptx, launch.plan, launch.contents)
     assert verdict.result == "unsupported"
     assert "control_predicate_not_static" in verdict.findings[0]
-    assert "correct" in verdict.findings[0], "the role that looks at factors"
+    assert role in verdict.findings[0], "the role that branches"
 
 
 def test_programs_in_cuda_cpp_are_beyond_it():
@@ -93,12 +116,17 @@ def test_programs_in_cuda_cpp_are_beyond_it():
 
 
 def test_the_verdicts_on_record():
-    """What `python tests/prove.py` found, rendered; a refutation may not stand there."""
+    """What `python tests/prove.py` found of these texts, rendered; no refutation stands there."""
     table = prove.read()
-    assert {f"{VSA.name}: {launch}" for launch in VSA.launches} <= table.keys()
+    for subject in SUBJECTS.values():
+        assert {f"{subject.name}: {launch}" for launch in subject.launches} <= table.keys()
     for name, entry in table.items():
-        expected = "unsupported" if entry["launch"] == prove.SHIPPED else sentry.PROVED
-        assert entry["result"] == expected, name
+        is_shipped = entry["launch"] == prove.SHIPPED
+        assert entry["result"] == ("unsupported" if is_shipped else sentry.PROVED), name
+        subject = SUBJECTS[entry["kernel"]]
+        text = subject.shipped() if is_shipped else subject.text()
+        if golden():  # of this version of CuTe-DSL
+            assert entry["digest"] == digest(text.ptx), f"{name}: run python tests/prove.py"
     text = prove.TABLE.with_suffix(".md").read_text()
     assert text == prove.rendered(list(table.values()))
 

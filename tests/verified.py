@@ -1,80 +1,21 @@
-"""What is verified: each kernel's verification text, its launches for a proof, its emulated case.
-
-A `Subject` answers two questions about a text, the kernel's own or a mutant of it: does SentryWard
-prove it (L1), and does the emulator find fault with it in a schedule (L2)?
-"""
+"""What is verified: a table of kernels, and the subject that the VSA kernel is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import emulation
-import sentry
 import test_vsa_sm100 as vsa
 import torch
-from ptx_text import Text, normalised
+from ptx_text import Text
+from subject import BOUND, Launch, Subject
+from verified_msa_k1 import MSA_K1
 
 from sparse_atten.contracts import BlockSelection
 from sparse_atten.cute_kernels import vsa_sm100
-from sparse_atten.cute_kernels.common.launch import LaunchPlan
-from sparse_atten.cute_kernels.common.schedule import Schedule
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.vsa_arguments import arguments_of
-
-# The project's own emulator detects races; another one, named by the environment, may stand in.
-HAS_DETECTOR = emulation.OWN
-RACES: dict[str, Any] = {"races": True, "profile": "strict"}
-# A mutant that runs for longer than this is stuck.
-_BOUND = {"max_blocks": 3_000_000} if HAS_DETECTOR else {"max_ins": 20_000_000}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch for SentryWard: the plan, and what the tables that parameters point to hold."""
-
-    plan: LaunchPlan
-    contents: Mapping[int, Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A kernel.
-
-    Parameters
-    ----------
-    name : str
-    schedule : Schedule
-        Names of its barriers.
-    text : callable
-        Compiles the verification variant.
-    launches : mapping
-        Launches for a proof by name, the smallest first.
-    emulate : callable
-        ``emulate(ptx, schedule)`` raises where the emulator, or a wrong output, finds fault.
-    """
-
-    name: str
-    schedule: Schedule
-    text: Callable[[], Text]
-    launches: Mapping[str, Callable[[], Launch]]
-    emulate: Callable[[str, Mapping[str, Any]], None]
-
-    def prove(self, ptx: str, launch: str, *, seconds: float = 600) -> sentry.Verdict:
-        """Let SentryWard check a text in one of the launches."""
-        chosen = self.launches[launch]()
-        return sentry.prove(ptx, chosen.plan, chosen.contents, seconds=seconds)
-
-    def fault(self, ptx: str, schedule: Mapping[str, Any]) -> str:
-        """Return what the emulator finds in a schedule; nothing where all is well."""
-        emulation.emulator()
-        try:
-            self.emulate(normalised(ptx), schedule)
-        except (RuntimeError, AssertionError) as error:
-            return f"{type(error).__name__}: {error}".split("\n")[0][:160]
-        return ""
 
 
 def _vsa_launch(
@@ -124,17 +65,22 @@ def _vsa_text() -> Text:
     return Text(vsa.compiled("verified").ptx)
 
 
+def _vsa_shipped() -> Text:
+    return Text(vsa.compiled("static").ptx)
+
+
 _VSA_CASE = next(case for case in vsa.CASES if case.config == "verified")
 
 
 def _vsa_emulate(ptx: str, schedule: Mapping[str, Any]) -> None:
-    vsa.check(_VSA_CASE, [{**schedule, **_BOUND}], ptx)
+    vsa.check(_VSA_CASE, [{**schedule, **BOUND}], ptx)
 
 
 VSA = Subject(
     "vsa_sm100",
     vsa_sm100.SCHEDULE,
     _vsa_text,
+    _vsa_shipped,
     {
         # One CTA takes two items: a partial block beside a full one, then an empty row and a tile
         # past the last query. Rings of K/V, items and outputs wrap.
@@ -148,6 +94,7 @@ VSA = Subject(
         # The ring of round words wraps: a row of one round, then eight empty ones.
         "nine items": _vsa_launch(((0,), *[()] * 16), queries=17 * 128 - 28, kv_sizes=(128, 128)),
     },
+    4,
     _vsa_emulate,
 )
-SUBJECTS = {subject.name: subject for subject in (VSA,)}
+SUBJECTS = {subject.name: subject for subject in (VSA, MSA_K1)}
