@@ -169,6 +169,9 @@ class Config:
         Also write lse_t_partial.
     persistent : {"clc", "static"}
         Later work items come from cluster launch control, or from a grid-stride loop.
+    shuffled_maximum : bool
+        Shuffles find the most keys that a row of a tile sees, in place of a reduction of the warp,
+        whose result a static proof does not follow. For verification.
     """
 
     dtype: str = "bf16"
@@ -178,6 +181,7 @@ class Config:
     fp32_partials: bool = False
     temperature: bool = False
     persistent: str = "clc"
+    shuffled_maximum: bool = False
 
     def check(self) -> None:
         """Raise ValueError where a field is out of range."""
@@ -317,6 +321,7 @@ class MsaPartialSm100(EdgeKernel):
         v = self.descriptor(env, "v", 0, ptx.mn_major_descriptor(HALF_BYTES))
         tail_at = stage * (TAIL_BYTES // 8)
         tail = self.descriptor(env, "tail", tail_at, ptx.mn_major_descriptor(TAIL_BYTES // 2))
+        self.wait_meta(env, tile)
         most = self.read_most_seen(env, tile)
         self.release_meta(env, tile)
         self.wait(env, "p_full", 0, phase, stage)
@@ -366,7 +371,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def softmax_tile(self, env: Env, stage: cutlass.Constexpr, item: Item, tile: Int32) -> None:
         """One tile: mask, maximum, exponentials, P, V's tail, sum and LSE."""
-        self.read_most_seen(env, tile)
+        self.wait_meta(env, tile)
         seen = self.read_place(env, tile)[1] & SEEN
         lanes, s_column = self.tmem_lanes(), SCHEDULE.tmem_column("S") + stage * BLOCK
         phase = (tile >> 1) & 1
@@ -550,7 +555,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def store_tile(self, env: Env, tile: Int32, kv_head: Int32) -> None:
         """Write a tile, a box for each token that exists and 128 bytes."""
-        self.read_most_seen(env, tile)
+        self.wait_meta(env, tile)
         places = []
         here = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
         here += (cute.arch.lane_idx() & (self.in_window - 1)) * 8

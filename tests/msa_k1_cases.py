@@ -47,6 +47,7 @@ class Case:
     chunk: tuple[int, int] | None = None  # first token and number of tokens
     num_sms: int = 148  # that the schedule is made for
     persistent: str = "clc"
+    verified: bool = False  # what can be proved
     residents: tuple[int, ...] = (4,)
 
     @property
@@ -59,7 +60,8 @@ class Case:
             paged=self.layout is not None,
             fp32_partials=self.fp32,
             temperature=self.temperature is not None,
-            persistent=self.persistent,
+            persistent="static" if self.verified else self.persistent,
+            shuffled_maximum=self.verified,
         )
 
 

@@ -211,7 +211,8 @@ def main() -> None:
     subject = SUBJECTS[options.kernel]
     text = subject.text()
     known = {} if options.renew else read(subject)
-    records = {m: known.get(m, record) for m, record in chosen(subject, text).items()}
+    found = chosen(subject, text)
+    records = {m: replace(known.get(m, record), line=record.line) for m, record in found.items()}
     for mutant in track([m for m in records if records[m].schedule is None], "emulating"):
         records[mutant] = emulate(subject, records[mutant], text)
         write(subject, records.values())

@@ -40,6 +40,7 @@ _KINDS = (
     ("tensor memory store", r"tcgen05\.st"),
     ("tensor memory load", r"tcgen05\.ld"),
     ("shared store", r"st\.shared"),
+    ("shared load", r"ld\.shared"),
 )
 SYNCHRONISING = frozenset(name for name, _ in _KINDS)
 _ACCESS = re.compile(r"st\.shared|ld\.shared|tcgen05\.(ld|st|wait|mma)")
@@ -236,10 +237,20 @@ def _early(lines: list[str], at: int) -> list[str] | None:
 
 def _shift(lines: list[str], at: int) -> list[str] | None:
     """Use the shared or tensor memory next to the right one."""
+    return _moved(lines, at, 16 if "tcgen05" in lines[at] else 1024)
+
+
+def _quadrant(lines: list[str], at: int) -> list[str] | None:
+    """Use the 32 lanes of tensor memory that belong to the next warp."""
+    return _moved(lines, at, 32 << 16)
+
+
+def _moved(lines: list[str], at: int, step: int) -> list[str] | None:
+    """Add to the address that an instruction stores to, or the only one that it loads from."""
     found = re.match(r"(\s*\S+\s+\[%r\d+)(?:\+(\d+))?(\].*|\], \{.*)", lines[at])
+    found = found or re.match(r"(.*?ld\..*, \[%r\d+)(?:\+(\d+))?(\];.*)", lines[at])
     if not found:
         return None
-    step = 16 if "tcgen05" in lines[at] else 1024
     before, constant, after = found.groups()
     lines[at] = f"{before}+{int(constant or 0) + step}{after}"
     return lines
@@ -265,6 +276,7 @@ _FUNCTIONS: dict[str, Edit] = {
     "one less": _one_less,
     "early": _early,
     "shift": _shift,
+    "quadrant": _quadrant,
 }
 EDITS: dict[str, tuple[str, ...]] = {
     **data.EDITS,
@@ -275,9 +287,10 @@ EDITS: dict[str, tuple[str, ...]] = {
     "commit": ("drop", "early"),
     "TMA load": ("shift",),
     "TMA store": ("drop",),
-    "tensor memory store": ("shift",),
-    "tensor memory load": ("shift",),
+    "tensor memory store": ("shift", "quadrant"),
+    "tensor memory load": ("shift", "quadrant"),
     "shared store": ("shift",),
+    "shared load": ("shift",),
     **dict.fromkeys(
         (
             "tensor memory fence",

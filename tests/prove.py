@@ -110,7 +110,7 @@ def prove_launch(kernel: str, launch: str) -> Verdict:
         first = next(iter(SUBJECTS[kernel].launches.values()))()
         verdict = prove(text.ptx, first.plan, first.contents)
     else:
-        verdict = SUBJECTS[kernel].prove(text.ptx, launch)
+        verdict = SUBJECTS[kernel].prove(text.ptx, launch, seconds=1800)
     store(kernel, launch, text, verdict)
     return verdict
 

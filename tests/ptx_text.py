@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _ADD = re.compile(r"\s*add\.s32\s+(%r\d+), (%r\d+), (\d+|%r\d+);")
-_SHARED_ROLES = ("scheduler",)  # roles whose code is not in the kernel's own file
+# Roles whose code is not in the kernel's own file, and parts of them.
+_SHARED_ROLES = ("scheduler", "load", "load_keys", "publish_tokens", "load_tokens")
 _NOISE = re.compile(r"(\.loc\s.*|\.file\s.*)?$")
 
 
@@ -55,7 +56,8 @@ class Text:
     def python(self, line: int) -> tuple[str, int]:
         """Return the function of the kernel's own file, and the line in it, before a PTX line."""
         for mark in reversed(self.marks[: bisect_right(self.marks, (line, 1 << 30))]):
-            function = _function(self.files[mark.file], mark.line) if mark.column else ""
+            known = mark.line and mark.column
+            function = _function(self.files[mark.file], mark.line) if known else ""
             if function and (mark.file == 1 or function in _SHARED_ROLES):
                 return function, mark.line
         return "", 0

@@ -79,7 +79,8 @@ extern "C" __global__ void arithmetic(const float* x, const float* y, int* out) 
     const float a = x[threadIdx.x], b = y[threadIdx.x];
     const float results[] = {a + b,        a * b,        fmaf(a, b, a),      a / b,
                              sqrtf(fabsf(a)), fminf(a, b), __fadd_rz(a, b),   __fmul_ru(a, b),
-                             1.0f / a,     truncf(a),    rintf(b),           __fsub_rn(a, __fmul_rn(b, b))};
+                             1.0f / a,     truncf(a),    rintf(b),
+                             __fsub_rn(a, __fmul_rn(b, b))};
     for (int i = 0; i < 12; ++i) out[16 * threadIdx.x + i] = __float_as_int(results[i]);
     int packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(a), "f"(b));

@@ -14,7 +14,10 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile kerne
 
 import emulation
 import mutate
+import test_msa_k1_sm100 as k1
 import test_vsa_sm100 as vsa
+import verified_msa_k1
+from msa_k1_cases import make_call
 from mutate import Record
 from mutations import Mutant, mutants, mutated
 from ptx_text import Text, normalised
@@ -22,6 +25,7 @@ from subject import RACES, Subject
 from verified import SUBJECTS, VSA
 
 from sparse_atten.cute_kernels.common.schedule import Barrier, Region, Role, Schedule, lanes, once
+from sparse_atten.scheduler.reference import Splitting, schedule_of
 
 TABLES = {name: mutate.read(subject) for name, subject in SUBJECTS.items()}
 EVERY = [(name, record) for name, table in TABLES.items() for record in table.values()]
@@ -101,6 +105,27 @@ def test_the_table_is_rendered(subject: Subject):
     assert text == mutate.rendered(subject, list(TABLES[subject.name].values()))
 
 
+def check_vsa(ptx: str) -> None:
+    case = next(case for case in vsa.CASES if case.config == "verified")
+    vsa.check(dataclasses.replace(case, config="full"), emulation.schedules(), ptx)
+
+
+def check_msa_k1(ptx: str) -> None:
+    for schedule in emulation.schedules():
+        verified_msa_k1.emulate(ptx, schedule, WITH_CLC)
+
+
+WITH_CLC = dataclasses.replace(verified_msa_k1.CASE, verified=False)
+
+
+@pytest.mark.parametrize(
+    ("subject", "shipped", "check"),
+    [
+        (VSA, lambda: vsa.compiled("full"), check_vsa),
+        (verified_msa_k1.MSA_K1, lambda: k1.compiled(WITH_CLC.config), check_msa_k1),
+    ],
+    ids=SUBJECTS,
+)
 @pytest.mark.parametrize(
     ("edit", "kind"),
     [
@@ -111,16 +136,33 @@ def test_the_table_is_rendered(subject: Subject):
         ("halve", "expect_tx"),
     ],
 )
-def test_faults_in_asking_for_the_next_item(edit: str, kind: str):
-    """The verification text has a static grid: these sites are in the shipped one alone."""
-    text = Text(vsa.compiled("full").ptx)
-    case = next(case for case in vsa.CASES if case.config == "verified")
-    case = dataclasses.replace(case, config="full")
+def test_faults_in_asking_for_the_next_item(
+    edit: str, kind: str, subject: Subject, shipped: Any, check: Any
+):
+    """The verification texts have static grids: these sites are in the shipped ones alone."""
+    text = Text(shipped().ptx)
     wanted = (edit, kind, "clc_full")
-    mutant = next(m for m in mutants(text, VSA.schedule) if (m.edit, m.kind, m.object) == wanted)
-    ptx = normalised(mutated(mutant, text, VSA.schedule))
+    found = mutants(text, subject.schedule)
+    mutant = next(m for m in found if (m.edit, m.kind, m.object) == wanted)
+    ptx = normalised(mutated(mutant, text, subject.schedule))
     with pytest.raises((RuntimeError, AssertionError)):
-        vsa.check(case, emulation.schedules(), ptx)
+        check(ptx)
+
+
+def test_metadata_released_too_early():
+    """In an item of more than eight tiles alone the store warp falls eight tiles behind."""
+    subject, text = verified_msa_k1.MSA_K1, verified_msa_k1.MSA_K1.text()
+    starved = {"starve": 1 << subject.schedule.role("store").first}
+    case = dataclasses.replace(verified_msa_k1.CASE, queries=(90,), keys=(100,), ids="first")
+    call = make_call(case)
+    call.schedule = schedule_of(call.csr, Splitting(90, 8, 1))
+    partials = call.partials()
+    plan = verified_msa_k1.plan_of(call, partials)
+    emulation.run(text.ptx, plan, **starved)
+    mutant = Mutant("one less", "init", "meta_empty", "kernel", 0)
+    ptx = normalised(mutated(mutant, text, subject.schedule))
+    with pytest.raises(RuntimeError):
+        emulation.run(ptx, plan, **starved)
 
 
 # ---- the edits, on a small text ---------------------------------------------------------------

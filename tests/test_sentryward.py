@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile kernels")
@@ -9,11 +11,12 @@ pytest.importorskip("sentryward", reason="needs sentryward, which pip installs o
 
 import prove
 import sentry
-import test_vsa_sm100 as vsa
 from mutations import Mutant, mutated
-from ptx_text import Text, digest
+from ptx_text import digest
+from subject import Subject
 from verified import SUBJECTS, VSA
 from verified_cuda import MODULES
+from verified_msa_k1 import MSA_K1
 from verified_msa_k2 import MSA_K2
 
 from sparse_atten.cute_kernels.common.launch import LaunchPlan, TensorMap
@@ -28,8 +31,16 @@ ASSUMPTIONS = {
 }
 
 
-def check(launch: str) -> None:
-    verdict = VSA.prove(VSA.text().ptx, launch)
+LONGER = [
+    (subject.name, launch)
+    for subject in SUBJECTS.values()
+    for launch in subject.launches
+    if (subject.name, launch) != (VSA.name, "short")
+]
+
+
+def check(subject: Subject, launch: str) -> None:
+    verdict = subject.prove(subject.text().ptx, launch, seconds=1800)
     print(f"{launch}: {verdict}")
     assert verdict.result == sentry.PROVED, verdict
     assert {text.split(":")[0] for text in verdict.assumptions} <= ASSUMPTIONS.keys()
@@ -37,13 +48,24 @@ def check(launch: str) -> None:
 
 
 def test_the_short_launch_is_proved():
-    check("short")
+    check(VSA, "short")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", [name for name in VSA.launches if name != "short"])
-def test_longer_launches_are_proved(launch: str):
-    check(launch)
+@pytest.mark.parametrize(("name", "launch"), LONGER)
+def test_longer_launches_are_proved(name: str, launch: str):
+    check(SUBJECTS[name], launch)
+
+
+@pytest.mark.slow
+def test_lanes_that_write_one_word_are_refused():
+    """Found in MSA's partial attention: all lanes of the load warp wrote a tile's most keys."""
+    lines = MSA_K1.text().lines.copy()
+    offset = MSA_K1.schedule.smem_offset("most_seen")
+    store = next(i for i, line in enumerate(lines) if re.search(rf"st\.shared.*\+{offset}\]", line))
+    guard = max(i for i in range(store) if "bra" in lines[i])
+    lines[guard] = ""
+    assert MSA_K1.prove("\n".join(lines), "short").result == "potential_race"
 
 
 @pytest.mark.parametrize(
@@ -68,14 +90,15 @@ def test_a_missing_commit_is_refused():
     assert any("PTX" in finding and "line" in finding for finding in verdict.findings), verdict
 
 
-def test_what_is_beyond_it_is_named():
-    """The shipped text branches on scores, so that its proof stops there: L2 covers it."""
-    text = Text(vsa.compiled("static").ptx)
-    launch = VSA.launches["short"]()
-    verdict = sentry.prove(text.ptx, launch.plan, launch.contents)
+@pytest.mark.parametrize(("name", "role"), [("vsa_sm100", "correct"), ("msa_k1_sm100", "softmax")])
+def test_what_is_beyond_it_is_named(name: str, role: str):
+    """The shipped texts branch on scores or on a reduced value: L2 covers them."""
+    subject = SUBJECTS[name]
+    launch = subject.launches["short"]()
+    verdict = sentry.prove(subject.shipped().ptx, launch.plan, launch.contents)
     assert verdict.result == "unsupported"
     assert "control_predicate_not_static" in verdict.findings[0]
-    assert "correct" in verdict.findings[0], "the role that looks at factors"
+    assert role in verdict.findings[0], "the role that branches"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import test_vsa_sm100 as vsa
 import torch
 from ptx_text import Text
 from subject import BOUND, Launch, Subject
+from verified_msa_k1 import MSA_K1
 from verified_msa_k2 import MSA_K2
 
 from sparse_atten.contracts import BlockSelection
@@ -97,4 +98,4 @@ VSA = Subject(
     4,
     _vsa_emulate,
 )
-SUBJECTS = {subject.name: subject for subject in (VSA, MSA_K2)}
+SUBJECTS = {subject.name: subject for subject in (VSA, MSA_K1, MSA_K2)}

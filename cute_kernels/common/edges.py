@@ -327,8 +327,12 @@ class EdgeKernel(PersistentKernel):
         if const_expr(not self.config.causal):
             return job.keys
         lane = cute.arch.lane_idx()
-        inside = Int32((lane >= start) & (lane < start + self.in_window))
-        return cutlass.max(before, cute.arch.warp_redux_sync(seen * inside, "max"))
+        seen *= Int32((lane >= start) & (lane < start + self.in_window))
+        if const_expr(self.config.shuffled_maximum):
+            for distance in (16, 8, 4, 2, 1):
+                seen = cutlass.max(seen, cute.arch.shuffle_sync_bfly(seen, distance))
+            return cutlass.max(before, seen)
+        return cutlass.max(before, cute.arch.warp_redux_sync(seen, "max"))
 
     @cute.jit
     def publish_tokens(
@@ -351,8 +355,9 @@ class EdgeKernel(PersistentKernel):
             ptx.smem_store(address, offset, token - env.tables.first_token)
             ptx.smem_store(address, offset + 4, place)
         if const_expr(part == self.parts - 1):
-            offset = self.schedule.smem_offset("most_seen")
-            ptx.smem_store(env.smem + (slot >> 1), offset, most)
+            if lane == 0:
+                offset = self.schedule.smem_offset("most_seen")
+                ptx.smem_store(env.smem + (slot >> 1), offset, most)
             self.arrive(env, "meta_full", 0, slot)
 
     @cute.jit
@@ -394,11 +399,15 @@ class EdgeKernel(PersistentKernel):
         else:
             cute.copy(atom, source, target)
 
-    def read_most_seen(self, env: Env, tile: Int32) -> Int32:
-        """Wait for what is known of a tile; return the most keys that one of its rows sees."""
+    def wait_meta(self, env: Env, tile: Int32) -> None:
+        """Wait for what is known of a tile."""
         slot = (tile & (META_SLOTS - 1)) * 8
         self.wait(env, "meta_full", 0, (tile >> 3) & 1, slot)
-        return ptx.smem_load(env.smem + (slot >> 1), self.schedule.smem_offset("most_seen"), Int32)
+
+    def read_most_seen(self, env: Env, tile: Int32) -> Int32:
+        """Return the most keys that a row of a tile sees. Its metadata have been waited for."""
+        address = env.smem + (tile & (META_SLOTS - 1)) * 4
+        return ptx.smem_load(address, self.schedule.smem_offset("most_seen"), Int32)
 
     def release_meta(self, env: Env, tile: Int32) -> None:
         """Say that the warp has read what is known of a tile."""
