@@ -347,3 +347,13 @@ def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchP
         parameters=arguments.kernel_parameters(),
         programmatic=config.programmatic,
     )
+
+
+# What a call can ask for: the kernel that writes the partials runs on Blackwell alone.
+ARCHITECTURES = ("sm_100a", "sm_103a")
+SHIPPED = tuple(
+    config_for(width, partial=dtype, out=dtype, temperature=temperature, programmatic=True)
+    for dtype in ("bf16", "fp16")
+    for temperature in (False, True)
+    for width in (4, 8, 16)
+)
