@@ -22,8 +22,10 @@ import device_cases
 import emulation
 import test_block_topk
 import test_csr_device
+import test_msa_k1_sm100
 import test_msa_k2
 import test_schedule_device
+import test_vsa_sm90
 import test_vsa_sm100
 from ptx_text import digest
 from subject import RACES
@@ -119,6 +121,20 @@ def suites() -> dict[str, Suite]:
                 ((case.name, case) for case in test_vsa_sm100.CASES),
             ),
             _of_subject("vsa_sm100"),
+        ),
+        "vsa_sm90": Suite(
+            _each(
+                lambda case, schedule: test_vsa_sm90.check(case, [dict(schedule)]),
+                ((case.name, case) for case in test_vsa_sm90.OWN),
+            ),
+            lambda: digest(test_vsa_sm90.compiled(test_vsa_sm90.FULL).ptx),
+        ),
+        "msa_k1_sm100": Suite(
+            _each(
+                lambda case, schedule: test_msa_k1_sm100.check(case, [dict(schedule)]),
+                ((name, case) for name, case in test_msa_k1_sm100.QUICK.items()),
+            ),
+            _of_subject("msa_k1_sm100"),
         ),
         "msa_k2": Suite(
             _each(

@@ -26,7 +26,14 @@ HEAD = (
     "run on",
 )
 # Which measurements compare the results of a kernel first.
-_RUNS = {"msa_k2": "k2", "csr": "csr", "scheduler": "csr", "topk": "topk"}
+_RUNS = {
+    "vsa_sm90": "vsa",
+    "packing": "video",
+    "msa_k2": "k2",
+    "csr": "csr",
+    "scheduler": "csr",
+    "topk": "topk",
+}
 # What SentryWard says where it has no verdict.
 _REASONS = {
     "control_predicate_not_static": "beyond it, branches on data",

@@ -13,7 +13,7 @@ import torch
 from cases import BlockCase
 from compare import assert_matches_definition
 
-from sparse_atten import contracts, explain, preload, sparse_atten_func
+from sparse_atten import attention, contracts, explain, preload, sparse_atten_func
 from sparse_atten.cute_kernels.common.memo import Memo
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.reference import Result
@@ -212,3 +212,27 @@ def test_a_launch_is_laid_out_once_for_a_layout(backend):
     assert len(device._launches) == 1
     sparse_atten_func(*inputs, selection, return_lse=True, softmax_scale=0.25)
     assert len(device._launches) == 2
+
+
+def test_a_layout_passes_its_checks_once(backend, monkeypatch):
+    """What does not depend on the layout is checked again: addresses, overlap, gradients."""
+    (q, k, v), selection, _ = CASE.build()
+    monkeypatch.setattr(attention, "runs_kernels", lambda x: type(x) is torch.Tensor)
+    monkeypatch.setattr(attention, "_passed", Memo())
+    checks = []
+    validate = attention.validate
+    monkeypatch.setattr(attention, "validate", lambda *x: checks.append(1) or validate(*x))
+    outs = [sparse_atten_func(x, k, v, selection, backend=backend.name) for x in (q, q.clone())]
+    assert len(checks) == 1
+    assert torch.equal(*outs)
+    sparse_atten_func(q, k, v, selection, backend=backend.name, return_lse=True)
+    assert len(checks) == 2
+    buffer = torch.empty(q.numel() + 1, dtype=q.dtype)
+    shifted = buffer[1:].view(q.shape)
+    with pytest.raises(ValueError, match="q must start at a multiple of 16 bytes"):
+        sparse_atten_func(shifted, k, v, selection, backend=backend.name)
+    sparse_atten_func(q, k, v, selection, backend=backend.name, out=torch.empty_like(q))
+    with pytest.raises(ValueError, match="out must not overlap an input"):
+        sparse_atten_func(q, k, v, selection, backend=backend.name, out=q)
+    with pytest.raises(NotImplementedError, match="gradients"):
+        sparse_atten_func(q.requires_grad_(), k, v, selection, backend=backend.name)

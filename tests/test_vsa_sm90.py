@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import emulation
 import pytest
@@ -45,17 +46,19 @@ def config_for(case: Case) -> vsa_sm90.Config:
     )
 
 
+def compiled(config: vsa_sm90.Config) -> Any:
+    return vsa_sm90.compile_offline(config, TARGET)
+
+
 def check(case: Case, schedules: list) -> None:
     config = config_for(case)
-    text = vsa_sm90.compile_offline(config, TARGET).ptx
+    text = compiled(config).ptx
     run_case(case, schedules, text, (vsa_sm90, config, Target("sm_90a", case.num_sms)))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_compiled_kernel_fits(dtype: str):
-    result = vsa_sm90.compile_offline(
-        vsa_sm90.Config(dtype=dtype, return_lse=True, kv_sizes=True, q_sizes=True), TARGET
-    )
+    result = compiled(replace(FULL, dtype=dtype))
     print(
         f"{dtype}: {result.registers} registers at launch, {result.stack_bytes} bytes of stack, "
         f"{vsa_sm90.SCHEDULE.smem_bytes} bytes of shared memory, {len(result.ptx)} bytes of PTX"
@@ -73,7 +76,7 @@ def test_sass_overlaps_its_mmas(tmp_path: Path):
     if not tools:
         pytest.skip("needs nvidia-cuda-nvdisasm")
     cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(vsa_sm90.compile_offline(FULL, TARGET).cubin)
+    cubin.write_bytes(compiled(FULL).cubin)
     text = subprocess.run([tools[0], "-c", cubin], check=True, capture_output=True).stdout.decode()
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", text)
     assert sum(opcode.startswith("HGMMA") for opcode in opcodes) == 4 * 8
@@ -85,7 +88,7 @@ def test_plan_has_the_parameters_and_boxes_of_the_kernel():
     call = make_call(Case("any"))
     arguments = arguments_of(call.q, call.k, call.v, call.q, call.selection, softmax_scale=1.0)
     plan = vsa_sm90.launch_plan(FULL, TARGET, arguments)
-    made = vsa_sm90.compile_offline(FULL, TARGET)
+    made = compiled(FULL)
     sizes = [
         int(n or 0)
         for n in re.findall(r"\.param [^\n]*?(?:\[(\d+)\])?,?\n", made.ptx.split(")")[0])
