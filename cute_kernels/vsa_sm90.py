@@ -16,6 +16,9 @@ Protocol. The load warp alone decides what is dropped, and publishes a word for 
 consumers run from these words. A round is one KV block. Rounds of different items follow one
 another without a gap: QK of the next item's first round precedes PV of the last one in work.
 
+Registers. A warpgroup holds Q, S, P and O of its 64 rows, so that its MMAs read K and V alone from
+shared memory. The output takes the place that Q was loaded to.
+
 Masking. A partial block lies at the end of its tile: the rows before it have negative coordinates,
 which TMA fills with 0. Their scores become -inf.
 

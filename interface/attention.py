@@ -12,6 +12,7 @@ from torch import Tensor
 from sparse_atten import ops
 from sparse_atten.checks import check_values
 from sparse_atten.contracts import (
+    ALIGNMENT,
     BlockSelection,
     Options,
     Problem,
@@ -197,7 +198,8 @@ def run(
     key = _key((q, k, v), selection, out, (options, backend, max_workspace_bytes, needs_grad))
     chosen = None if key is None else _passed.find(key)
     if chosen is not None:
-        expect_aligned(q=q, k=k, v=v)
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+            expect_aligned(q=q, k=k, v=v)
     else:
         problem = check(q, k, v, selection_of(selection), options)
         if needs_grad:
@@ -216,7 +218,10 @@ def run(
                 raise ValueError(f"out must not overlap an input, got the memory of {name}")
     given = selection if chosen.takes_prepared else selection_of(selection)
     attend = chosen.load()
-    return attend(q, k, v, given, options, out=out, max_workspace_bytes=max_workspace_bytes)
+    known = {"key": key} if chosen.takes_key else {}
+    return attend(
+        q, k, v, given, options, out=out, max_workspace_bytes=max_workspace_bytes, **known
+    )
 
 
 def _key(

@@ -27,7 +27,7 @@ KVLayout = Literal["hnd", "nhd"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 EMPTY = -1  # the id of an unused slot of a TokenSelection
-_ALIGNMENT = 16  # bytes; what a TMA descriptor asks of base addresses and strides
+ALIGNMENT = 16  # bytes; what a TMA descriptor asks of base addresses and strides
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,9 +261,9 @@ def expect_aligned(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None or tensor.numel() == 0 or not _rows_are_aligned(tensor):
             continue
-        if tensor.data_ptr() % _ALIGNMENT:
+        if tensor.data_ptr() % ALIGNMENT:
             raise ValueError(
-                f"{name} must start at a multiple of {_ALIGNMENT} bytes, "
+                f"{name} must start at a multiple of {ALIGNMENT} bytes, "
                 f"got address {tensor.data_ptr():#x}"
             )
 
@@ -469,7 +469,7 @@ def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 def _rows_are_aligned(tensor: Tensor) -> bool:
     """Whether a row fills whole 16-byte units; other head dims only the reference serves."""
-    return tensor.shape[-1] * tensor.element_size() % _ALIGNMENT == 0
+    return tensor.shape[-1] * tensor.element_size() % ALIGNMENT == 0
 
 
 def _expect_strides(name: str, tensor: Tensor) -> None:
@@ -481,9 +481,9 @@ def _expect_strides(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} must be contiguous in its last dim, got strides {tuple(tensor.stride())}"
         )
-    unit = _ALIGNMENT // tensor.element_size()
+    unit = ALIGNMENT // tensor.element_size()
     if _rows_are_aligned(tensor) and any(stride % unit for stride in strides):
         raise ValueError(
-            f"{name} must have strides that are multiples of {_ALIGNMENT} bytes "
+            f"{name} must have strides that are multiples of {ALIGNMENT} bytes "
             f"({unit} elements), got strides {tuple(tensor.stride())}"
         )

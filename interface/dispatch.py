@@ -36,7 +36,8 @@ class Backend:
       `explain`.
 
     Backends of one name serve different granularities. With `takes_prepared` the selection of
-    `entry` and `report` may be a `PreparedSelection`.
+    `entry` and `report` may be a `PreparedSelection`; with `takes_key` `entry` is given ``key``,
+    all of a call but its addresses, where that is known.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Backend:
     lse_temperature: tuple[bool, ...] = (False, True)
     differentiable: bool = False
     takes_prepared: bool = False
+    takes_key: bool = False
     package: str | None = None  # an importable package that must be installed
     preload: str | None = None
     report: str | None = None
@@ -120,6 +122,7 @@ BACKENDS = (
         causal=(False,),
         paged=(False,),
         lse_temperature=(False,),
+        takes_key=True,
         package="cutlass",
         preload="sparse_atten.vsa.device:preload",
         report="sparse_atten.vsa.device:report",
@@ -135,6 +138,7 @@ BACKENDS = (
         causal=(False,),
         paged=(False,),
         lse_temperature=(False,),
+        takes_key=True,
         package="cutlass",
         preload="sparse_atten.vsa.device:preload",
         report="sparse_atten.vsa.device:report",

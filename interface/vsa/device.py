@@ -5,7 +5,7 @@ A launch is laid out once for tensors of some shapes and strides; later calls gi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from importlib import import_module
 from typing import Any
 
@@ -43,6 +43,7 @@ def attention(
     *,
     out: Tensor | None = None,
     max_workspace_bytes: int | None = None,
+    key: Hashable | None = None,
 ) -> Result:
     """Run the kernel on the current stream of q's device; it needs no workspace."""
     head = 1 if selection.layout == "bhsd" else 2
@@ -60,7 +61,7 @@ def attention(
         selection.q_block_sizes,
     )
     tensors = (q, k, v, out, *tables)
-    key = key_of(*tensors, selection.layout, selection.dense_rows, options)
+    key = key or key_of(*tensors, selection.layout, selection.dense_rows, options)
     launch = _launches.find(key)
     if launch is None:
         launch = _launches.keep(key, _laid_out((q, k, v, out), selection, options))
