@@ -124,7 +124,7 @@ WITH_CLC = dataclasses.replace(verified_msa_k1.CASE, verified=False)
         (VSA, lambda: vsa.compiled("full"), check_vsa),
         (verified_msa_k1.MSA_K1, lambda: k1.compiled(WITH_CLC.config), check_msa_k1),
     ],
-    ids=SUBJECTS,
+    ids=("vsa_sm100", "msa_k1_sm100"),
 )
 @pytest.mark.parametrize(
     ("edit", "kind"),
