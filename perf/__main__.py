@@ -40,10 +40,19 @@ def main(argv: list[str]) -> None:
     if arguments.samples is None:
         arguments.samples = 5 if arguments.quick else 20
     torch.manual_seed(arguments.seed)
-    command = f"python -m perf {shlex.join(argv)}"
+    command = f"python -m perf {shlex.join(shown(argv))}"
     common = common_fields(command, arguments.revision, arguments.seed)
     with RowWriter(arguments.out, common) as writer, torch.no_grad():
         import_module(f"perf.{arguments.case}").run(arguments, writer)
+
+
+def shown(argv: list[str]) -> list[str]:
+    """Leave out where rows go: that is a place of one machine."""
+    kept = [x for x in argv if not x.startswith("--out=")]
+    while "--out" in kept:
+        at = kept.index("--out")
+        del kept[at : at + 2]
+    return kept
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -595,3 +595,8 @@ def test_rivals_are_chosen_by_name():
     assert len(vsa.choose_rivals(None, quick=False)) == len(rivals.RIVALS)
     with pytest.raises(SystemExit, match=r"no rival fa5; there are fa4-dense, "):
         vsa.choose_rivals("fa5", quick=False)
+
+
+def test_a_row_names_no_place_of_a_machine():
+    given = ["vsa", "--out", "/a/b.jsonl", "--quick", "--out=c"]
+    assert command.shown(given) == ["vsa", "--quick"]
