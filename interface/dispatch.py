@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -109,24 +109,26 @@ class Choice:
     passed_over: dict[str, list[str]]
 
 
+_BLOCKS = Backend(
+    name="sm100",
+    entry="sparse_atten.vsa.device:attention",
+    granularities=("block",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=(128,),
+    block_sizes=(128,),
+    capabilities=((10, 0), (10, 3)),
+    causal=(False,),
+    paged=(False,),
+    lse_temperature=(False,),
+    takes_key=True,
+    package="cutlass",
+    preload="sparse_atten.vsa.device:preload",
+    report="sparse_atten.vsa.device:report",
+)
+
 # In order of preference for backend="auto".
 BACKENDS = (
-    Backend(
-        name="sm100",
-        entry="sparse_atten.vsa.device:attention",
-        granularities=("block",),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dims=(128,),
-        block_sizes=(128,),
-        capabilities=((10, 0), (10, 3)),
-        causal=(False,),
-        paged=(False,),
-        lse_temperature=(False,),
-        takes_key=True,
-        package="cutlass",
-        preload="sparse_atten.vsa.device:preload",
-        report="sparse_atten.vsa.device:report",
-    ),
+    _BLOCKS,
     Backend(
         name="sm100",
         entry="sparse_atten.msa.device:attention",
@@ -141,22 +143,7 @@ BACKENDS = (
         preload="sparse_atten.msa.device:preload",
         report="sparse_atten.msa.report:report",
     ),
-    Backend(
-        name="sm90",
-        entry="sparse_atten.vsa.device:attention",
-        granularities=("block",),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dims=(128,),
-        block_sizes=(128,),
-        capabilities=((9, 0),),
-        causal=(False,),
-        paged=(False,),
-        lse_temperature=(False,),
-        takes_key=True,
-        package="cutlass",
-        preload="sparse_atten.vsa.device:preload",
-        report="sparse_atten.vsa.device:report",
-    ),
+    replace(_BLOCKS, name="sm90", capabilities=((9, 0),)),
     Backend(
         name="reference",
         entry="sparse_atten.reference:reference_attention",

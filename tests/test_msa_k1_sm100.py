@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,11 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
 
+from machine_code import assert_describes, assert_fits, opcodes
 from msa_k1_cases import LENGTHS, Call, Case, make_call, oracle, prepare_chunk
 
 from sparse_atten.contracts import validate
 from sparse_atten.cute_kernels import msa_k1_sm100
-from sparse_atten.cute_kernels.common.launch import TensorMap
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.msa_arguments import Partials
 from sparse_atten.msa import kv_outer
@@ -266,29 +263,16 @@ ALWAYS = ("prefill", "not causal", "options")
 )
 def test_compiled_kernel_fits(name: str):
     result = compiled(SHIPPED[name])
-    print(
-        f"{name}: {result.registers} registers at launch, {result.stack_bytes} bytes of stack, "
-        f"{msa_k1_sm100.SCHEDULE.smem_bytes} bytes of shared memory, {len(result.ptx)} of PTX"
-    )
-    assert {"C1"} <= result.warnings <= EXPECTED_WARNINGS.keys()
-    assert result.stack_bytes == 0, "spills or local memory"
-    assert result.registers * msa_k1_sm100.SCHEDULE.threads <= 65536
-    assert msa_k1_sm100.SCHEDULE.smem_bytes <= 232_448
-    assert ".local" not in result.ptx
+    assert_fits(name, result, msa_k1_sm100.SCHEDULE)
     assert "griddepcontrol.launch_dependents" in result.ptx
 
 
 def test_sass_has_no_local_memory(tmp_path: Path):
     """Spills that ptxas made without a frame would show here; also that the text is all there."""
-    tools = [t for f in sys.path for t in Path(f).glob("nvidia/*/bin/nvdisasm")]
-    if not tools:
-        pytest.skip("needs nvidia-cuda-nvdisasm")
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled(SHIPPED["prefill"]).cubin)
-    text = subprocess.run([tools[0], "-c", cubin], check=True, capture_output=True).stdout.decode()
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", text)
-    assert opcodes.count("UTCHMMA") >= 16
-    assert not {"STL", "LDL"} & set(opcodes)
+    cubin = compiled(SHIPPED["prefill"]).cubin
+    found = [opcode.split(".")[0] for opcode in opcodes(cubin, tmp_path)]
+    assert found.count("UTCHMMA") >= 16
+    assert not {"STL", "LDL"} & set(found)
 
 
 @pytest.mark.slow
@@ -306,18 +290,8 @@ def test_compiles_for_b300_with_the_same_numbers():
 def test_plan_has_the_parameters_of_the_kernel():
     call = make_call(Case("any", causal=True))
     plan = msa_k1_sm100.launch_plan(call.case.config, TARGET, call.arguments(call.partials()))
-    result = compiled(call.case.config)
-    sizes = [
-        int(n or 0)
-        for n in re.findall(r"\.param [^\n]*?(?:\[(\d+)\])?,?\n", result.ptx.split(")")[0])
-    ]
-    assert len(sizes) == len(plan.parameters)
-    assert [n == 128 for n in sizes] == [isinstance(p, TensorMap) for p in plan.parameters]
+    assert_describes(plan, compiled(call.case.config))
     assert plan.grid == (call.schedule.work_items.shape[0], 1, 1)
-    assert f".reqntid {plan.block[0]}, 1, 1" in result.ptx
-    bases = re.findall(r'make_non_exec_tiled_tma.*?tma_gbasis = <"\(([\d,()]*)\):', result.ir)
-    boxes = [tuple(int(n) for n in re.findall(r"\d+", basis)) for basis in bases]
-    assert boxes == [p.box for p in plan.parameters if isinstance(p, TensorMap)]
 
 
 def test_tables_fit_the_target():

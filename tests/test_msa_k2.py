@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import emulation
 import pytest
 import torch
+from machine_code import opcodes
 from torch import Tensor
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
@@ -259,16 +257,10 @@ def test_compiled_kernel_fits(arch: str, config: Config):
 @pytest.mark.parametrize("config", [Config(), Config(partial="fp32")], ids=["bf16", "fp32"])
 def test_loads_of_a_window_are_in_flight_together(config: Config, tmp_path: Path):
     """In SASS no use of a slot's output stands between the loads of a window."""
-    tools = [t for f in sys.path for t in Path(f).glob("nvidia/*/bin/nvdisasm")]
-    if not tools:
-        pytest.skip("needs nvidia-cuda-nvdisasm")
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(msa_k2.compile_offline(config, TARGETS["sm_90a"]).cubin)
-    text = subprocess.run([tools[0], "-c", cubin], check=True, capture_output=True).stdout.decode()
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", text)
-    loads = [i for i, name in enumerate(opcodes) if name.startswith("LDG") and "128" in name]
+    found = opcodes(msa_k2.compile_offline(config, TARGETS["sm_90a"]).cubin, tmp_path)
+    loads = [i for i, name in enumerate(found) if name.startswith("LDG") and "128" in name]
     assert len(loads) == config.window
-    between = {name.split(".")[0] for name in opcodes[loads[0] : loads[-1]]}
+    between = {name.split(".")[0] for name in found[loads[0] : loads[-1]]}
     assert not between & {"FFMA", "FMUL", "MUFU", "SHFL", "STL", "LDL"}
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -19,14 +16,13 @@ from typing import Any
 import emulation
 import pytest
 import torch
-from compile_kernels import EXPECTED_WARNINGS
+from machine_code import assert_describes, assert_fits, opcodes
 
 from sparse_atten.contracts import BlockSelection
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
 
 from sparse_atten.cute_kernels import vsa_sm90, vsa_sm100
-from sparse_atten.cute_kernels.common.launch import TensorMap
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.vsa_arguments import arguments_of
 
@@ -425,54 +421,22 @@ def row_ids(call: Call, batch: int, head: int, row: int) -> list[int]:
     + [pytest.param(n, marks=pytest.mark.slow) for n in ("no cubic", "rescale always")],
 )
 def test_compiled_kernel_fits(name: str):
-    result = compiled(name)
-    print(
-        f"{name}: {result.registers} registers at launch, {result.stack_bytes} bytes of stack, "
-        f"{vsa_sm100.SCHEDULE.smem_bytes} bytes of shared memory, {len(result.ptx)} bytes of PTX"
-    )
-    assert {"C1"} <= result.warnings <= EXPECTED_WARNINGS.keys()
-    assert result.stack_bytes == 0, "spills or local memory"
-    assert result.registers * vsa_sm100.SCHEDULE.threads <= 65536
-    assert vsa_sm100.SCHEDULE.smem_bytes <= 232_448
-    assert ".local" not in result.ptx
+    assert_fits(name, compiled(name), vsa_sm100.SCHEDULE)
 
 
 def test_sass_has_no_local_memory(tmp_path: Path):
     """Spills that ptxas made without a frame would show here; also that the text is all there."""
-    tools = [t for f in sys.path for t in Path(f).glob("nvidia/*/bin/nvdisasm")]
-    if not tools:
-        pytest.skip("needs nvidia-cuda-nvdisasm")
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled("full").cubin)
-    text = subprocess.run([tools[0], "-c", cubin], check=True, capture_output=True).stdout.decode()
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", text)
-    assert opcodes.count("UTCHMMA") >= 2 * (16 + 8)
-    assert not {"STL", "LDL"} & set(opcodes)
+    found = [opcode.split(".")[0] for opcode in opcodes(compiled("full").cubin, tmp_path)]
+    assert found.count("UTCHMMA") >= 2 * (16 + 8)
+    assert not {"STL", "LDL"} & set(found)
 
 
-def test_plan_has_the_parameters_of_the_kernel():
+def test_plan_has_the_parameters_and_boxes_of_the_kernel():
     call = make_call(Case("any"))
     arguments = arguments_of(call.q, call.k, call.v, call.q, call.selection, softmax_scale=1.0)
     plan = vsa_sm100.launch_plan(FULL, TARGET, arguments)
-    text = compiled("full").ptx
-    sizes = [
-        int(n or 0) for n in re.findall(r"\.param [^\n]*?(?:\[(\d+)\])?,?\n", text.split(")")[0])
-    ]
-    assert len(sizes) == len(plan.parameters)
-    assert [n == 128 for n in sizes] == [isinstance(p, TensorMap) for p in plan.parameters]
+    assert_describes(plan, compiled("full"))
     assert plan.grid == (1, 2, 1)
-    assert f".reqntid {plan.block[0]}, 1, 1" in text
-
-
-def test_boxes_are_those_of_the_intermediate_code():
-    call = make_call(Case("any"))
-    arguments = arguments_of(call.q, call.k, call.v, call.q, call.selection, softmax_scale=1.0)
-    plan = vsa_sm100.launch_plan(FULL, TARGET, arguments)
-    bases = re.findall(
-        r'make_non_exec_tiled_tma.*?tma_gbasis = <"\(([\d,()]*)\):', compiled("full").ir
-    )
-    boxes = [tuple(int(n) for n in re.findall(r"\d+", basis)) for basis in bases]
-    assert boxes == [p.box for p in plan.parameters if isinstance(p, TensorMap)]
 
 
 def test_tables_fit_the_target():

@@ -6,9 +6,6 @@ Cases and oracle are those of the Blackwell kernel.
 from __future__ import annotations
 
 import math
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,11 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
 
-from compile_kernels import EXPECTED_WARNINGS
+from machine_code import assert_describes, assert_fits, opcodes
 from test_vsa_sm100 import CASES, CONFIGS, Case, make_call, prepared, run_case
 
 from sparse_atten import BlockSelection, preload, sparse_atten_func
 from sparse_atten.cute_kernels import vsa_sm90
-from sparse_atten.cute_kernels.common.launch import TensorMap
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.vsa_arguments import arguments_of
 
@@ -58,48 +54,23 @@ def check(case: Case, schedules: list) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_compiled_kernel_fits(dtype: str):
-    result = compiled(replace(FULL, dtype=dtype))
-    print(
-        f"{dtype}: {result.registers} registers at launch, {result.stack_bytes} bytes of stack, "
-        f"{vsa_sm90.SCHEDULE.smem_bytes} bytes of shared memory, {len(result.ptx)} bytes of PTX"
-    )
-    assert {"C1"} <= result.warnings <= EXPECTED_WARNINGS.keys()
-    assert result.stack_bytes == 0, "spills or local memory"
-    assert result.registers * vsa_sm90.SCHEDULE.threads <= 65536
-    assert vsa_sm90.SCHEDULE.smem_bytes <= 232_448
-    assert ".local" not in result.ptx
+    assert_fits(dtype, compiled(replace(FULL, dtype=dtype)), vsa_sm90.SCHEDULE)
 
 
 def test_sass_overlaps_its_mmas(tmp_path: Path):
     """No spills; and where ptxas serialises wgmma, every one would have a wait of its own."""
-    tools = [t for f in sys.path for t in Path(f).glob("nvidia/*/bin/nvdisasm")]
-    if not tools:
-        pytest.skip("needs nvidia-cuda-nvdisasm")
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled(FULL).cubin)
-    text = subprocess.run([tools[0], "-c", cubin], check=True, capture_output=True).stdout.decode()
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", text)
-    assert sum(opcode.startswith("HGMMA") for opcode in opcodes) == 4 * 8
-    assert sum(opcode.startswith("WARPGROUP.DEPBAR") for opcode in opcodes) == 4
-    assert not {"STL", "LDL"} & {opcode.split(".")[0] for opcode in opcodes}
+    found = opcodes(compiled(FULL).cubin, tmp_path)
+    assert sum(opcode.startswith("HGMMA") for opcode in found) == 4 * 8
+    assert sum(opcode.startswith("WARPGROUP.DEPBAR") for opcode in found) == 4
+    assert not {"STL", "LDL"} & {opcode.split(".")[0] for opcode in found}
 
 
 def test_plan_has_the_parameters_and_boxes_of_the_kernel():
     call = make_call(Case("any"))
     arguments = arguments_of(call.q, call.k, call.v, call.q, call.selection, softmax_scale=1.0)
     plan = vsa_sm90.launch_plan(FULL, TARGET, arguments)
-    made = compiled(FULL)
-    sizes = [
-        int(n or 0)
-        for n in re.findall(r"\.param [^\n]*?(?:\[(\d+)\])?,?\n", made.ptx.split(")")[0])
-    ]
-    assert len(sizes) == len(plan.parameters)
-    assert [n == 128 for n in sizes] == [isinstance(p, TensorMap) for p in plan.parameters]
+    assert_describes(plan, compiled(FULL))
     assert plan.grid == (4, 1, 1)
-    assert f".reqntid {plan.block[0]}, 1, 1" in made.ptx
-    bases = re.findall(r'make_non_exec_tiled_tma.*?tma_gbasis = <"\(([\d,()]*)\):', made.ir)
-    boxes = [tuple(int(n) for n in re.findall(r"\d+", basis)) for basis in bases]
-    assert boxes == [p.box for p in plan.parameters if isinstance(p, TensorMap)]
 
 
 def test_tables_fit_the_target():

@@ -106,6 +106,7 @@ def _encoded(value: TensorMap) -> Any:
 
     dtypes = {"bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOAT32"}
     kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtypes[value.dtype]}")
+    swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{value.swizzle}B")
     return checked(
         driver.cuTensorMapEncodeTiled(
             kind,
@@ -116,7 +117,7 @@ def _encoded(value: TensorMap) -> Any:
             [driver.cuuint32_t(x) for x in value.box],
             [driver.cuuint32_t(1)] * len(value.dims),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
