@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from perf.judge import every_key, judge
+from perf.judge import SAMPLED_BLOCKS, every_key, judge
 from perf.masks import Inputs
 from perf.rivals import Attend, Problem, Rival, UnsupportedError
 from perf.rows import clocks
@@ -29,15 +29,27 @@ class Contender(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Microseconds of a call as [median, p20, p80]; `host_us` to issue one."""
+    """Microseconds of a call as [median, p20, p80]; `host_us` to issue one. None: not timed."""
 
     graph_us: list[float] | None
-    eager_us: list[float]
-    host_us: float
+    eager_us: list[float] | None = None
+    host_us: float | None = None
+
+    @property
+    def best_us(self) -> float:
+        """The median in graphs; eagerly where there is none."""
+        times = self.graph_us or self.eager_us
+        assert times is not None
+        return times[0]
 
 
 def admit(
-    rivals: Sequence[Rival], problem: Problem, inputs: list[Inputs], dense_tokens: int
+    rivals: Sequence[Rival],
+    problem: Problem,
+    inputs: list[Inputs],
+    dense_tokens: int,
+    *,
+    blocks: int = SAMPLED_BLOCKS,
 ) -> tuple[list[Contender], list[dict[str, Any]]]:
     """Prepare and check each rival.
 
@@ -49,6 +61,8 @@ def admit(
         Sets of the same shapes; the first is the one checked.
     dense_tokens : int
         Dense rivals attend over the first so many tokens: no padding counts against them.
+    blocks : int
+        Query blocks of an output that are checked.
 
     Returns
     -------
@@ -63,7 +77,7 @@ def admit(
             sets = [shortened(x, dense_tokens, selection.layout) for x in inputs]
             selection = every_key(sets[0][0], layout=selection.layout)
         own = Problem(selection, dense_tokens if rival.dense else problem.tokens, sets[0])
-        found = _admit_one(rival, own, sets)
+        found = _admit_one(rival, own, sets, blocks)
         if isinstance(found, Contender):
             contenders.append(found)
         else:
@@ -71,47 +85,54 @@ def admit(
     return contenders, rows
 
 
-def _admit_one(rival: Rival, problem: Problem, inputs: list[Inputs]) -> Contender | tuple[str, str]:
+def _admit_one(
+    rival: Rival, problem: Problem, inputs: list[Inputs], blocks: int
+) -> Contender | tuple[str, str]:
     """Return a contender, or a status and its reason."""
     reason = rival.missing()
     if reason is not None:
         return "missing", reason
     try:
         attend = rival.prepare(problem)
-        verdict = judge(attend(*inputs[0]), inputs[0], problem.selection)
+        verdict = judge(attend(*inputs[0]), inputs[0], problem.selection, blocks=blocks)
     except UnsupportedError as error:
         return "unsupported", str(error)
     # Whatever a foreign package does must not end the measurement of the others.
     except Exception as error:
-        return "failed", first_line(error)
+        return "failed", telling_line(error)
     if not verdict.right:
         return "wrong", f"error {verdict.max_error:.3g} over the budget {verdict.budget:.3g}"
     return Contender(rival, attend, inputs, verdict.max_error, verdict.budget)
 
 
-def time_contenders(contenders: Sequence[Contender], samples: int) -> dict[str, Times]:
-    """Time all in turn: as graphs over all inputs, and eagerly, one call from an idle GPU each."""
+def time_contenders(
+    contenders: Sequence[Contender], samples: int, *, eagerly: bool = True
+) -> dict[str, Times]:
+    """Time all in turn: as graphs over all inputs, and eagerly, one call from an idle GPU each.
+
+    Without `eagerly` only those are timed eagerly that make no graph.
+    """
     graphs: dict[str, Callable[[], object]] = {}
     eager: dict[str, Callable[[], object]] = {}
     for entry in contenders:
         name = entry.rival.name
         call = _spread(entry.attend)
-        turns = cycle(entry.inputs)
-        eager[name] = lambda call=call, turns=turns: call(next(turns))
         graph = try_capture(call, entry.inputs)
         if graph is not None:
             graphs[name] = graph.replay
+        if eagerly or graph is None:
+            turns = cycle(entry.inputs)
+            eager[name] = lambda call=call, turns=turns: call(next(turns))
     graph_times, eager_times = interleaved(graphs, samples), interleaved(eager, samples)
     times = {}
     for entry in contenders:
         name, count = entry.rival.name, len(entry.inputs)
-        found = graph_times.get(name)
-        batch = int(max(1, min(50, HOST_BUDGET_US / eager_times[name][0])))
-        times[name] = Times(
-            None if found is None else [t / count for t in found],
-            eager_times[name],
-            host_time(eager[name], batch, 10),
-        )
+        in_graph = [t / count for t in graph_times[name]] if name in graph_times else None
+        times[name] = Times(in_graph)
+        if name in eager_times:
+            batch = int(max(1, min(50, HOST_BUDGET_US / eager_times[name][0])))
+            host_us = host_time(eager[name], batch, 10)
+            times[name] = Times(in_graph, eager_times[name], host_us)
     return times
 
 
@@ -120,7 +141,7 @@ def clocks_at_work(
 ) -> dict[str, float] | None:
     """Read the clocks while the device runs the first contender."""
     for rival, attend, inputs, *_ in contenders[:1]:
-        occupy(partial(attend, *inputs[0]), times[rival.name].eager_us[0])
+        occupy(partial(attend, *inputs[0]), times[rival.name].best_us)
     return clocks()
 
 
@@ -131,9 +152,21 @@ def shortened(inputs: Inputs, tokens: int, layout: str) -> Inputs:
     return q, k, v
 
 
-def first_line(error: BaseException) -> str:
-    """Class and first line of an error, at most 300 characters."""
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
+def telling_line(error: BaseException) -> str:
+    """Class and the line of an error that says what is wrong, at most 300 characters.
+
+    That is the first line; where a compiler passes on the trace of another process or of another
+    exception, the one that the trace ends with.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    telling = lines[0]
+    traces = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+    if traces:
+        flush = [line for line in lines[traces[0] + 1 :] if not line.startswith((" ", "Trace"))]
+        telling = flush[0] if flush else telling
+    elif telling.endswith(" raised:") and len(lines) > 1:
+        telling = lines[1]
+    return f"{type(error).__name__}: {telling}"[:300]
 
 
 def _spread(attend: Attend) -> Callable[[Inputs], Tensor]:
