@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -134,6 +134,48 @@ def time_contenders(
             host_us = host_time(eager[name], batch, 10)
             times[name] = Times(in_graph, eager_times[name], host_us)
     return times
+
+
+def time_calls(
+    calls: dict[str, Callable[[], object]],
+    samples: int,
+    *,
+    repeats: int = 1,
+    eager: Collection[str] | None = None,
+) -> dict[str, dict[str, list[float]]]:
+    """Time calls without arguments in turn, as graphs and eagerly from an idle GPU.
+
+    Parameters
+    ----------
+    calls : dict of str to callable
+    samples : int
+        Rounds.
+    repeats : int
+        Calls in a graph, whose time is divided by their number.
+    eager : collection of str, optional
+        The only names that are also timed eagerly if they make a graph; None is all.
+
+    Returns
+    -------
+    dict of str to dict
+        "graph_us" and "eager_us" of each name, [median, p20, p80]; each only where it was timed.
+    """
+    graphs = {}
+    for name, call in calls.items():
+        graph = try_capture(lambda _, call=call: call(), [None] * repeats)
+        if graph is not None:
+            graphs[name] = graph.replay
+    eagerly = {
+        name: call
+        for name, call in calls.items()
+        if name not in graphs or eager is None or name in eager
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in calls}
+    for name, times in interleaved(graphs, samples).items():
+        found[name]["graph_us"] = [t / repeats for t in times]
+    for name, times in interleaved(eagerly, samples).items():
+        found[name]["eager_us"] = times
+    return found
 
 
 def clocks_at_work(

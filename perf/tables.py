@@ -2,7 +2,7 @@
 
 `python -m perf tables` rewrites what stands between their markers, and the plots in docs/. `TABLES`
 says which function makes which part. Of several rows of a case and backend in vsa.jsonl,
-vsa_sweep.jsonl and video.jsonl the last one counts.
+vsa_sweep.jsonl, video.jsonl and msa.jsonl the last one counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perf import msa
 from perf.masks import CASES
+from perf.msa_rivals import RIVALS as MSA_RIVALS
 from perf.plots import RATE, SPEED, draw_rate, draw_speed, has_curves
 from perf.rows import read_rows
 from perf.video import GATED, WHOLE
@@ -145,6 +147,38 @@ def video_table(rows: list[Row]) -> list[str]:
     return lines
 
 
+def msa_table(rows: list[Row]) -> list[str]:
+    """One line for each length: the whole call, its stages, rates, memory, and the rivals."""
+    cases: dict[str, dict[str, Row]] = {}
+    for (case, backend), row in latest(rows).items():
+        cases.setdefault(case, {})[backend] = row
+    if not cases:
+        return ["Not measured yet: `python -m perf msa --out perf/results/msa.jsonl`."]
+    stages = ("scores", "top-k", "CSR + schedule", "K1", "K2", msa.KERNELS, msa.ATTENTION)
+    rivals = [rival.name for rival in MSA_RIVALS]
+    columns = ["heads x tokens, blocks", "whole call", *stages, "workspace", *rivals]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for case, found in cases.items():
+        cells = [case, *(_msa_cell(found.get(key)) for key in (msa.WHOLE, *stages))]
+        cells.append(f"{next(iter(found.values()))['workspace_bytes'] / 2**30:.2f} GiB")
+        cells += [_msa_cell(found.get(key)) for key in rivals]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _msa_cell(row: Row | None) -> str:
+    """Time in a graph (or eagerly, and said so), rate of whole blocks, ratio to the whole call."""
+    if row is None:
+        return "-"
+    if row["status"] != "ok":
+        return row["status"]
+    kind = "graph" if "graph_us" in row else "eager"
+    parts = [f"{row[f'{kind}_us'][0] / 1e3:,.3f} ms" + " eager" * (kind == "eager")]
+    parts += [f"{row['tile_tflops']:,.0f} TF"] if "tile_tflops" in row else []
+    parts += [f"{row[f'{kind}_ratio']:.2f}x"] if f"{kind}_ratio" in row else []
+    return ", ".join(parts)
+
+
 def topk_table() -> list[str]:
     """One line for each shape: ours, torch.topk without and with sorted ids, FlashInfer, floor."""
     rows: dict[str, dict[str, dict]] = {}
@@ -241,6 +275,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "vsa": lambda: vsa_tables(_read("vsa.jsonl")),
     "sweep": sweep_plots,
     "video": lambda: video_table(_read("video.jsonl")),
+    "msa": lambda: msa_table(_read("msa.jsonl")),
     "topk": topk_table,
     "csr": csr_table,
     "k1": k1_table,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import masks, plots, tables
+from perf import masks, msa, plots, tables
 from perf.video import GATED, WHOLE
 
 ROOT = Path(__file__).parent.parent
@@ -71,6 +71,22 @@ def test_video_lines_hold_stages_and_dense_attention():
     line = tables.video_table(rows)[-1]
     assert line.startswith("| a | 30.00 ms | 30.00 ms | - |")
     assert line.endswith("| - | 150.00 ms, 5.00x | - | - | - |")
+
+
+def test_msa_lines_hold_stages_rates_workspace_and_rivals():
+    common = {"case": "a", "status": "ok", "workspace_bytes": 3 << 30}
+    whole = {**common, "backend": msa.WHOLE, "graph_us": [4e3, 0, 0], "tile_tflops": 321.4}
+    fa4 = {**whole, "backend": "fa4-dense", "graph_us": [20e3, 0, 0], "graph_ratio": 5.0}
+    eager = {**common, "backend": "flash-msa", "eager_us": [60e3, 0, 0], "eager_ratio": 15.0}
+    absent = {**common, "backend": "flex", "status": "missing", "reason": "x"}
+    lines = tables.msa_table([whole, {**common, "backend": "K2", "graph_us": [900, 0, 0]}, fa4])
+    assert lines[2].startswith(
+        "| a | 4.000 ms, 321 TF | - | - | - | - | 0.900 ms | - | - | 3.00 GiB"
+    )
+    assert lines[2].endswith("| 20.000 ms, 321 TF, 5.00x | - | - | - |")
+    lines = tables.msa_table([whole, eager, absent])
+    assert lines[2].endswith("| - | - | missing | 60.000 ms eager, 15.00x |")
+    assert tables.msa_table([])[0].startswith("Not measured yet")
 
 
 def sweep_rows():
