@@ -30,6 +30,7 @@ ITEM_BYTES = 32
 META_SLOTS = 8  # tiles that the load warp may be ahead of the last reader
 META_BYTES = TILE_ROWS * 8  # two words for each token: the token in the chunk or a negative, and
 SEEN = 255  # the keys that it sees in the part of this mask, with the partial's slot above it
+MMA_K = 16  # keys of a step of PV
 WINDOW = 32  # entries in work at a time, one for each lane
 
 
@@ -117,13 +118,21 @@ def extent(
     return start, clamp(read_int(offsets, Int64(batch + 1) * stride), start, length)
 
 
+def tail_start(most: Int32) -> Int32:
+    """Return the first of the 16 keys of which PV reads a copy, if the tile sees `most` < 128."""
+    return (cutlass.max(most, 1) - 1) & ~(MMA_K - 1)
+
+
 class EdgeKernel(PersistentKernel):
     """Roles `scheduler` and `load`, and what the other roles read of items and tiles."""
 
-    def __init__(self, schedule: Schedule, config: Any) -> None:
-        super().__init__(schedule, config.persistent)
+    def __init__(
+        self, schedule: Schedule, config: Any, *, persistent: str, shuffled_maximum: bool = False
+    ) -> None:
+        super().__init__(schedule, persistent)
         self.config = config
-        self.dtype = config.dtypes[0]
+        self.shuffled_maximum = shuffled_maximum
+        self.dtype, self.out_dtype = config.dtypes
         self.group = config.group_size
         self.tokens = TILE_ROWS // self.group  # of a tile
         self.parts = max(1, self.tokens // WINDOW)  # windows of a tile
@@ -328,7 +337,7 @@ class EdgeKernel(PersistentKernel):
             return job.keys
         lane = cute.arch.lane_idx()
         seen *= Int32((lane >= start) & (lane < start + self.in_window))
-        if const_expr(self.config.shuffled_maximum):
+        if const_expr(self.shuffled_maximum):
             for distance in (16, 8, 4, 2, 1):
                 seen = cutlass.max(seen, cute.arch.shuffle_sync_bfly(seen, distance))
             return cutlass.max(before, seen)
@@ -414,3 +423,27 @@ class EdgeKernel(PersistentKernel):
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             self.arrive(env, "meta_empty", 0, (tile & (META_SLOTS - 1)) * 8)
+
+    # ---- store ---------------------------------------------------------------------------------
+
+    def read_places(self, env: Env, tile: Int32) -> list:
+        """Return token and place of a tile's tokens, a lane for each; one pair for a window."""
+        self.wait_meta(env, tile)
+        places = []
+        here = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
+        here += (cute.arch.lane_idx() & (self.in_window - 1)) * 8
+        for part in range(self.parts):
+            offset = self.schedule.smem_offset("meta") + part * WINDOW * 8
+            places.append([ptx.smem_load(here, offset + word, Int32) for word in (0, 4)])
+        self.release_meta(env, tile)
+        return places
+
+    @cute.jit
+    def store_token(self, env: Env, rows: Int32, place: tuple) -> None:
+        """Write a token's rows of a piece, unless it is negative; KV head, piece, token, slot."""
+        kv_head, number, token, partial = place
+        if token >= 0:
+            with cute.arch.elect_one():
+                for half in range_constexpr(2):
+                    box = tiles.box_at(rows + half * HALF_BYTES, self.group, self.out_dtype)
+                    self.copy_box(env, 3, box, (kv_head, number * 2 + half, token, partial))
