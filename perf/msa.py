@@ -16,10 +16,11 @@ counts 4 * 128 * G for each such key up to the token's own position, tile_flops 
 for each edge, the local block as a whole; of dense contenders all keys up to the token's own, and
 all tiles of 128 x 128 that hold one. tflops and tile_tflops (the selected-block rate) are those
 over the time; that of a whole call counts no FLOPs of the index branch. partial_bytes is what K1
-writes and K2 reads again;
-workspace_bytes the partials of the largest chunk, peak_bytes the memory that a whole call needs
-beyond its inputs, the output among it. share is a stage's time over the whole call's,
-ratio a contender's; overlap the mean share of a token's blocks that the token before it chose too.
+writes and K2 reads again; workspace_bytes the partials of the largest chunk, peak_bytes the memory
+that a whole call needs beyond its inputs, the output among it. share is a stage's time over the
+whole call's, ratio a contender's; overlap the mean share of a token's blocks that the token before
+it chose too.
+
 FlexAttention is given the choice, in tiles of 128 queries; flash-msa's time holds its own choice. A
 contender or stage that was not timed has a row with a status and a reason.
 """

@@ -14,7 +14,8 @@ from perf import contest, msa, msa_judge, msa_rivals
 from perf.msa_judge import judge_tokens, wrong_choice
 from perf.msa_layer import Case, draw_layer, measure_choice
 from perf.rivals import UnsupportedError
-from sparse_atten import sparse_atten_func
+from sparse_atten import prepare, sparse_atten_func
+from sparse_atten.msa import merge_partials, partial_attention
 
 SMALL = Case(512, heads=(8, 2), topk=2)
 UNEVEN = Case(333, heads=(4, 4), topk=2)
@@ -355,6 +356,31 @@ def test_the_command_runs_its_quick_cases(monkeypatch):
     assert status == dict.fromkeys([*STAGES, "sdpa"], "ok")
     with pytest.raises(SystemExit, match="no rival fa5; there are fa4-dense, sdpa, flex"):
         msa.run(options(rivals="fa5"), SimpleNamespace(write=rows.append))
+
+
+def test_the_kernels_get_partials_of_each_chunk_in_one_workspace(monkeypatch, small):
+    def attend_blocks(inputs, prepared, chunk, options, partials):
+        index = prepared.chunks.index(chunk)
+        filled = partial_attention(*inputs, prepared, causal=options.causal, chunk=index)
+        for target, values in zip(partials, filled, strict=False):
+            target.copy_(values)
+
+    def merge(partials, chunk, result):
+        counts = chunk.schedule.split_counts
+        out, lse = merge_partials(partials.o.float(), partials.lse, counts)
+        result.out[chunk.tokens].copy_(out)
+        result.lse[chunk.tokens].copy_(lse)
+
+    monkeypatch.setattr(msa.device, "attend_blocks", attend_blocks)
+    monkeypatch.setattr(msa.device, "merge", merge)
+    selection = small.select()
+    for bound in (None, 1 << 20):
+        prepared = prepare(selection, small.q, small.k, max_workspace_bytes=bound)
+        assert len(prepared.chunks) == (1 if bound is None else 3)
+        k1, k2, both = msa.kernel_calls(small, prepared, reference=False)
+        assert judge_tokens(both(), small, selection.q2k_indices).right
+        k1()
+        k2()
 
 
 @pytest.mark.usefixtures("clock")
