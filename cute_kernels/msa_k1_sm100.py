@@ -208,6 +208,7 @@ class MsaPartialSm100(EdgeKernel):
         super().__init__(
             SCHEDULE,
             config,
+            rows=TILE_ROWS,
             persistent=config.persistent,
             shuffled_maximum=config.shuffled_maximum,
         )

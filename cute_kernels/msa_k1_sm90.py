@@ -15,29 +15,33 @@ entry names are left as they are.
 Grid. CTAs stride over the work items. K and V of an item are loaded once, those of the next one
 while the last tiles are in work. The scheduler warp alone decides what is dropped.
 
-Tiles. 128 / G query tokens of the row times the G heads of the group are the 128 rows of a tile, 64
-for each warpgroup. Tile n, counted over all items of the CTA, has stage n % 2. The load warp
-gathers Q, one TMA box for each token and 64 columns, and publishes for each token where its partial
-goes and how many keys it sees, and for the tile the most that one of them sees.
+Tiles. 64 / G query tokens of the row times the G heads of the group are the 64 rows of a tile. Tile
+n, counted over all items of the CTA, belongs to warpgroup n % 3, which has two stages for its
+tiles. The load warp gathers Q, one TMA box for each token and 64 columns, and publishes for each
+token where its partial goes and how many keys it sees, and for the tile the most that one of them
+sees.
 
 Masking. A row sees the first `seen` keys of the block: those that exist and, if causal, are not
 after it; the scores of the others become -inf. PV reads the 16 keys where the tile's last one lies,
-and all after them, from a copy of those 16 rows of V with 0 for keys that none sees (`tail`).
+and all after them, from a copy of those 16 rows of V with 0 for keys that none sees (the tail).
 
 Softmax. There is one block, hence one step: maximum, exponentials, sum. O is divided by the sum
 when it leaves the registers, and stored by TMA, one box for each token that exists and 128 bytes.
 
-Steady state, each warpgroup with 64 rows (n: tile, of this item or the next):
+Overlap. Each warpgroup works off its tiles one step after the other; the tensor core is shared by
+three of them, so that it has work while two compute softmax and store. Of Q's place in shared
+memory, the tail takes the first rows once QK is done, and O all of them once PV is:
 
-    tensor core                consumer 0                 consumer 1
-    QK0(n+1) PV0(n)            -                          softmax of S1(n), O1(n-1) out
-    QK1(n+1) PV1(n)            softmax of S0(n+1), O0(n)  -
-    QK0(n+2) PV0(n+1)          -                          softmax of S1(n+1), O1(n)
+    load     Q(n+6)                                                     Q(n+12)
+    place    Q(n) ............... tail(n) ....... O(n) ........ (free)  Q(n+6)
+    wgmma          QK(n)                  PV(n)
+    threads               softmax(n)            O / sum
+    store                                              O(n)
 
 Limits. D = 128, blocks of 128 keys, G in 1, 2, 4, 8, 16. Small groups make many small TMA boxes.
 
-Sources: MSA (arXiv 2606.13392), section 4; FlashAttention-3 (arXiv 2407.08608) for the two
-overlaps; PTX ISA for wgmma, mbarrier, cp.async.bulk.tensor and griddepcontrol.
+Sources: MSA (arXiv 2606.13392), section 4; PTX ISA for wgmma, mbarrier,
+cp.async.bulk.tensor and griddepcontrol.
 """
 
 from __future__ import annotations
@@ -61,6 +65,7 @@ from sparse_atten.cute_kernels.common.edges import (
     WINDOW,
     EdgeKernel,
     Item,
+    Place,
     Tables,
     tail_start,
 )
@@ -85,20 +90,24 @@ from sparse_atten.cute_kernels.msa_arguments import (
 )
 from sparse_atten.cute_kernels.msa_host import host_values, make_maps
 
-STAGES = 2
-ROWS = 64  # of a warpgroup
-TAIL_BYTES = MMA_K * SWIZZLE_BYTES  # of 64 columns
+ROWS = 64  # of a tile
+CONSUMERS = ("consumer0", "consumer1", "consumer2")
+STAGES = 2  # of each
+HALF_TILE_BYTES = ROWS * SWIZZLE_BYTES  # 64 columns
+# A warpgroup's two stages lie as the rows of one 128 x 128 tile, so that the halves of a tail lie
+# as far apart as those of V.
+PLACE_BYTES = TILE_BYTES
 
-CONSUMERS = ("consumer0", "consumer1")
 META = "where the tile's partials go, and what its rows see"
 SCHEDULE = Schedule(
     roles=(
-        Role("consumer0", 0, 4, 232),
-        Role("consumer1", 4, 4, 232),
-        Role("load", 8, 1, 40),
-        Role("store", 9, 1, 40),
-        Role("scheduler", 10, 1, 40),
-        Role("idle", 11, 1, 40),
+        Role("consumer0", 0, 4, 152),
+        Role("consumer1", 4, 4, 152),
+        Role("consumer2", 8, 4, 152),
+        Role("load", 12, 1, 56),
+        Role("store", 13, 1, 56),
+        Role("scheduler", 14, 1, 56),
+        Role("idle", 15, 1, 56),
     ),
     barriers=(
         *persistent.item_barriers((*CONSUMERS, "store", "load")),
@@ -107,23 +116,18 @@ SCHEDULE = Schedule(
         Barrier("v_full", 1, once("scheduler"), CONSUMERS, "V has landed", TILE_BYTES),
         Barrier("v_empty", 1, warps(*CONSUMERS), ("scheduler",), "the item's last PV is done"),
         Barrier("meta_full", META_SLOTS, lanes("load"), ("store", *CONSUMERS), META),
-        Barrier("meta_empty", META_SLOTS, warps("store", *CONSUMERS), ("load",), "read"),
-        Barrier("q_full", STAGES, once("load"), CONSUMERS, "Q has landed", TILE_BYTES),
-        Barrier("q_empty", STAGES, warps(*CONSUMERS), ("load",), "QK is done"),
-        Barrier("out_full", STAGES, warps(*CONSUMERS), ("store",), "O is in SMEM"),
-        Barrier("out_empty", STAGES, once("store"), CONSUMERS, "the store has read O"),
+        # Of the consumers the tile's own.
+        Barrier("meta_empty", META_SLOTS, warps("store", "consumer0"), ("load",), "read"),
+        Barrier("q_full", 6, once("load"), CONSUMERS, "Q has landed", 2 * HALF_TILE_BYTES),
+        Barrier("q_empty", 6, once("store"), ("load",), "O has left Q's place"),
+        Barrier("out_full", 6, warps("consumer0"), ("store",), "O is in Q's place"),
     ),
     tmem=(),
     smem=(
-        Region("q", STAGES * TILE_BYTES),
+        Region("q", len(CONSUMERS) * PLACE_BYTES),
         Region("k", TILE_BYTES),
         Region("v", TILE_BYTES),
-        Region("out", STAGES * TILE_BYTES),
-        # The halves of a tail lie as far apart as those of V.
-        Region("tail", 2 * TAIL_BYTES),
         Region("meta", META_SLOTS * META_BYTES),
-        Region("apart", HALF_BYTES - 2 * TAIL_BYTES - META_SLOTS * META_BYTES),
-        Region("tail_half", 2 * TAIL_BYTES),
         Region("most_seen", META_SLOTS * 4),
         Region("items", persistent.ITEM_SLOTS * ITEM_BYTES),
     ),
@@ -167,22 +171,6 @@ class Config:
         return DTYPES[self.dtype], DTYPES[self.dtype]
 
 
-class Fragments(NamedTuple):
-    """A warpgroup's operands in registers: tensors whose elements are values of the DSL."""
-
-    s: Any  # scores, then P before it is rounded
-    p: Any
-    o: Any
-
-
-class Tile(NamedTuple):
-    """What a thread keeps of a tile until its O is done."""
-
-    factor0: Float32  # of O, for its two rows
-    factor1: Float32
-    most: Int32  # keys that a row of the tile sees
-
-
 class Rows(NamedTuple):
     """A thread's two rows of a tile: the token in the chunk or a negative, and where and what."""
 
@@ -196,7 +184,7 @@ class MsaPartialSm90(EdgeKernel):
     """The kernel: one method for each role, in the order of the data flow."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(SCHEDULE, config, persistent="static")
+        super().__init__(SCHEDULE, config, rows=ROWS, persistent="static")
 
     @cute.jit
     def __call__(
@@ -229,7 +217,7 @@ class MsaPartialSm90(EdgeKernel):
             self.init_barriers(base)
         cute.arch.barrier()
         env = Env(tables, maps, base, Int32(base.toint()))
-        if warp <= SCHEDULE.role("consumer1").last:
+        if warp <= SCHEDULE.role("consumer2").last:
             cute.arch.setmaxregister_increase(SCHEDULE.role("consumer0").registers)
             self.consume(env, warp)
         else:
@@ -241,24 +229,65 @@ class MsaPartialSm90(EdgeKernel):
             elif warp == SCHEDULE.role("scheduler").first:
                 self.scheduler(env)
 
+    def place_of(self, tile: Int32) -> Place:
+        """Return where Q of a tile lies: two stages for each warpgroup."""
+        turn = tile // len(CONSUMERS)
+        return self.place_in(tile - turn * len(CONSUMERS), turn)
+
+    def place_in(self, group: Int32, turn: Int32) -> Place:
+        """Return the place of a warpgroup's tile number `turn`."""
+        stage = turn & (STAGES - 1)
+        offset = group * PLACE_BYTES + stage * HALF_TILE_BYTES
+        return Place((group * STAGES + stage) * 8, (turn >> 1) & 1, offset)
+
     # ---- consumers -----------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, env: Env, warp: Int32) -> None:
-        """Compute 64 rows of each tile."""
+        """Work off the tiles of one warpgroup; K and V are given back after each item."""
         group = warp >> 2
+        tile, turn = group, Int32(0)
+        item = self.take_item(env, Item.none())
+        while item.first < item.end:
+            self.wait(env, "k_full", 0, item.order & 1)
+            if tile >= item.end:
+                self.release_keys(env, "k_empty")
+            while tile < item.end:
+                place = self.place_in(group, turn)
+                self.attend(env, item, tile, place)
+                tile += len(CONSUMERS)
+                turn += 1
+            self.wait(env, "v_full", 0, item.order & 1)
+            self.release_keys(env, "v_empty")
+            item = self.take_item(env, item)
+
+    @cute.jit
+    def attend(self, env: Env, item: Item, tile: Int32, place: Place) -> None:
+        """One tile: QK, softmax, LSE, PV, O."""
         qk, pv = self.mmas()
         s = cute.make_rmem_tensor(qk.partition_shape_C((ROWS, BLOCK)), Float32)
         o = cute.make_rmem_tensor(pv.partition_shape_C((ROWS, HEAD_DIM)), Float32)
         p = cute.make_rmem_tensor(pv.partition_shape_A((ROWS, BLOCK)), self.dtype)
-        fragments = Fragments(s, p, o)
-        if group == 1:
-            self.pass_turn(0)
-        item = self.take_item(env, Item.none())
-        if item.first < item.end:
-            self.run(env, group, fragments, item)
-        if group == 0:
-            self.take_turn(0)
+        self.wait(env, "q_full", 0, place.phase, place.stage)
+        self.issue_qk(env, place, s)
+        rows, most = self.read_rows(env, tile)
+        warpgroup.wait_group(0)
+        if tile + len(CONSUMERS) >= item.end:
+            self.release_keys(env, "k_empty")
+        factors = self.softmax(env, item, rows, s)
+        self.pack(s, p)
+        self.wait(env, "v_full", 0, item.order & 1)
+        if most < BLOCK:
+            self.copy_tail(env, place, most)
+        self.issue_pv(env, place, most, (p, o))
+        warpgroup.wait_group(0)
+        self.meet()
+        self.finish(env, place, o, factors)
+
+    def release_keys(self, env: Env, name: str) -> None:
+        """Say that the warp is done with K or V of an item."""
+        with cute.arch.elect_one():
+            self.arrive(env, name)
 
     def mmas(self) -> tuple:
         """Return the MMA of S = Q K^T, and that of O = P V, P in registers, V as it lies."""
@@ -269,111 +298,42 @@ class MsaPartialSm90(EdgeKernel):
         pv = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, rmem, k_major, mn_major)
         return cute.make_tiled_mma(qk), cute.make_tiled_mma(pv)
 
-    @cute.jit
-    def run(self, env: Env, group: Int32, fragments: Fragments, item: Item) -> None:
-        """Work off all tiles; `item.first` is the one in work."""
-        self.await_operands(env, item)
-        self.issue_qk(env, group, fragments, item)
-        warpgroup.wait_group(0)
-        self.release_qk(env, item)
-        rows, most = self.read_rows(env, group, item)
-        maxima = self.maxima(env, fragments, rows)
-        totals = [self.exponentials(env, fragments, maxima[r], r) for r in range(2)]
-        self.pack(fragments)
-        tile = self.end_tile(env, group, item, (rows, most), maxima, totals)
-        following = self.next_tile(env, item)
-        while following.first < following.end:
-            self.await_operands(env, following)
-            self.take_turn(group)
-            self.issue_qk(env, group, fragments, following)
-            self.wait(env, "v_full", 0, item.order & 1)
-            self.issue_pv(env, group, fragments, tile.most)
-            self.pass_turn(1 - group)
-            rows, most = self.read_rows(env, group, following)
-            warpgroup.wait_group(1)
-            self.release_qk(env, following)
-            maxima = self.maxima(env, fragments, rows)
-            first = self.exponentials(env, fragments, maxima[0], 0)
-            warpgroup.wait_group(0)
-            self.release_pv(env, item)
-            second = self.exponentials(env, fragments, maxima[1], 1)
-            self.pack(fragments)
-            self.finish(env, group, fragments, item, tile)
-            tile = self.end_tile(env, group, following, (rows, most), maxima, [first, second])
-            # The scheduler names an item when V of the one before it is on its way.
-            item, following = following, self.next_tile(env, following)
-        self.wait(env, "v_full", 0, item.order & 1)
-        self.issue_pv(env, group, fragments, tile.most)
-        warpgroup.wait_group(0)
-        self.finish(env, group, fragments, item, tile)
+    def meet(self) -> None:
+        """Wait for the other warps of the warpgroup."""
+        barrier = 1 + (cute.arch.warp_idx() >> 2)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
 
-    @cute.jit
-    def next_tile(self, env: Env, item: Item) -> Item:
-        """Go on to the next tile, of the next item after the last one."""
-        following = Item(item.first + 1, item.end, item.kv_head, item.order, item.slot)
-        if following.first == following.end:
-            following = self.take_item(env, following)
-        return following
+    def tile_at(self, env: Env, offset: Int32 | int) -> cute.Tensor:
+        """View the tile that starts `offset` bytes into shared memory."""
+        return tiles.tile_at(env.base, offset, self.dtype)
 
-    def await_operands(self, env: Env, item: Item) -> None:
-        """Wait for K of an item and Q of its tile."""
-        stage = (item.first & 1) * 8
-        self.wait(env, "k_full", 0, item.order & 1)
-        self.wait(env, "q_full", 0, (item.first >> 1) & 1, stage)
-
-    @cute.jit
-    def release_qk(self, env: Env, item: Item) -> None:
-        """Give Q's stage back, and K's after the last tile."""
-        with cute.arch.elect_one():
-            self.arrive(env, "q_empty", 0, (item.first & 1) * 8)
-        if item.first + 1 == item.end:
-            with cute.arch.elect_one():
-                self.arrive(env, "k_empty")
-
-    @cute.jit
-    def release_pv(self, env: Env, item: Item) -> None:
-        """Give V's place back after the last tile."""
-        if item.first + 1 == item.end:
-            with cute.arch.elect_one():
-                self.arrive(env, "v_empty")
-
-    def take_turn(self, group: Int32 | int) -> None:
-        """Wait until the other warpgroup has issued its MMAs."""
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
-
-    def pass_turn(self, group: Int32 | int) -> None:
-        """Let a warpgroup issue its MMAs."""
-        cute.arch.barrier_arrive(barrier_id=1 + group, number_of_threads=256)
-
-    def tile_at(self, env: Env, region: str, offset: Int32 | int) -> cute.Tensor:
-        """View the tile that starts `offset` bytes into a region of shared memory."""
-        return tiles.tile_at(env.base, SCHEDULE.smem_offset(region) + offset, self.dtype)
-
-    def issue_qk(self, env: Env, group: Int32, fragments: Fragments, item: Item) -> None:
+    def issue_qk(self, env: Env, place: Place, s: cute.Tensor) -> None:
         """Start S = Q K^T, both K-major in shared memory."""
         mma = self.mmas()[0]
         slice_ = mma.get_slice(0)
-        place = (item.first & 1) * TILE_BYTES + group * (ROWS * SWIZZLE_BYTES)
-        queries = cute.local_tile(self.tile_at(env, "q", place), (ROWS, HEAD_DIM), (0, 0))
+        queries = self.tile_at(env, SCHEDULE.smem_offset("q") + place.offset)
+        queries = cute.local_tile(queries, (ROWS, HEAD_DIM), (0, 0))
+        keys = self.tile_at(env, SCHEDULE.smem_offset("k"))
         a = slice_.make_fragment_A(slice_.partition_A(queries))
-        b = slice_.make_fragment_B(slice_.partition_B(self.tile_at(env, "k", 0)))
+        b = slice_.make_fragment_B(slice_.partition_B(keys))
         steps = [(a[(None, None, k)], b[(None, None, k)]) for k in range(HEAD_DIM // MMA_K)]
-        self.issue(mma, steps, fragments.s)
+        self.issue(mma, steps, s)
 
-    def issue_pv(self, env: Env, group: Int32, fragments: Fragments, most: Int32) -> None:
+    def issue_pv(self, env: Env, place: Place, most: Int32, operands: tuple) -> None:
         """Start O = P V, V MN-major as it lies; from the tile's last key on the tail instead."""
+        p, o = operands
         mma = self.mmas()[1]
         slice_ = mma.get_slice(0)
-        tail = Int32(SCHEDULE.smem_offset("tail") - SCHEDULE.smem_offset("v")) + group * TAIL_BYTES
+        tail = SCHEDULE.smem_offset("q") + place.offset
         steps = []
         for k in range(BLOCK // MMA_K):
             whole = Int32(most >= (k + 1) * MMA_K)
-            place = tail + whole * (k * TAIL_BYTES - tail)
-            values = self.tile_at(env, "v", place)
+            start = SCHEDULE.smem_offset("v") + k * MMA_K * SWIZZLE_BYTES
+            values = self.tile_at(env, tail + whole * (start - tail))
             values = cute.make_tensor(values.iterator, cute.select(values.layout, mode=[1, 0]))
             b = slice_.make_fragment_B(slice_.partition_B(values))
-            steps.append((fragments.p[(None, None, k)], b[(None, None, 0)]))
-        self.issue(mma, steps, fragments.o)
+            steps.append((p[(None, None, k)], b[(None, None, 0)]))
+        self.issue(mma, steps, o)
 
     def issue(self, mma: Any, steps: list, d: Any) -> None:
         """Start D = sum of A B^T over the steps, as one group."""
@@ -383,113 +343,70 @@ class MsaPartialSm90(EdgeKernel):
             cute.gemm(mma, d, a, b, d)
         warpgroup.commit_group()
 
-    def first_row(self, group: Int32) -> Int32:
+    def first_row(self) -> Int32:
         """Return the first of this thread's two rows of the tile; the other is 8 below."""
-        warp = cute.arch.warp_idx() & 3
-        return group * ROWS + warp * 16 + (cute.arch.lane_idx() >> 2)
+        return (cute.arch.warp_idx() & 3) * 16 + (cute.arch.lane_idx() >> 2)
 
-    def read_rows(self, env: Env, group: Int32, item: Item) -> tuple[Rows, Int32]:
+    def read_rows(self, env: Env, tile: Int32) -> tuple[Rows, Int32]:
         """Return what is known of this thread's rows, and the most that one of the tile sees."""
-        self.wait_meta(env, item.first)
-        address = env.smem + (item.first & (META_SLOTS - 1)) * META_BYTES
+        self.wait_meta(env, tile)
+        address = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
         offset = SCHEDULE.smem_offset("meta")
         words = []
         for r in range(2):
-            place = address + (self.first_row(group) + 8 * r) // self.group * 8
-            words += [ptx.smem_load(place, offset + word, Int32) for word in (0, 4)]
-        return Rows(*words), self.read_most_seen(env, item.first)
+            here = address + (self.first_row() + 8 * r) // self.group * 8
+            words += [ptx.smem_load(here, offset + word, Int32) for word in (0, 4)]
+        most = self.read_most_seen(env, tile)
+        self.release_meta(env, tile)
+        return Rows(*words), most
 
     @cute.jit
-    def maxima(self, env: Env, fragments: Fragments, rows: Rows) -> tuple[Float32, Float32]:
-        """Mask S; return the largest score of this thread's two rows."""
-        s = fragments.s
+    def softmax(self, env: Env, item: Item, rows: Rows, s: cute.Tensor) -> tuple[Float32, Float32]:
+        """Turn S into P in place and write the LSEs; return the factors of O."""
         seen = (rows.place0 & SEEN, rows.place1 & SEEN)
         if cute.arch.vote_any_sync(cutlass.min(*seen) < BLOCK):
             first = (cute.arch.lane_idx() & 3) * 2
             for i in range_constexpr(cute.size(s)):
                 s[i] = ptx.mask_from(s[i], i // 4 * 8 + i % 2, seen[i % 4 // 2] - first)
-        best = []
+        factors = []
         for r in range_constexpr(2):
-            largest = softmax.row_max2([s[i] for i in self.columns(r)])
+            best = softmax.row_max2([s[i] for i in self.columns(r)])
             for offset in (1, 2):
-                other = cute.arch.shuffle_sync_bfly(largest, offset)
-                largest = cute.arch.fmax(largest, other)
-            best.append(largest)
-        return best[0], best[1]
+                best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset))
+            lse_t = Float32(0.0)
+            if const_expr(self.config.temperature):
+                lse_t, _ = self.exponentials(s, env.tables.scale_t_log2, best, r, keep=False)
+            lse, total = self.exponentials(s, env.tables.scale_log2, best, r, keep=True)
+            factors.append(self.reciprocal(total))
+            row = self.first_row() + 8 * r
+            self.store_lse(env, item, row, (rows[2 * r], rows[2 * r + 1]), (lse, lse_t))
+        return factors[0], factors[1]
 
     def columns(self, r: int) -> list[int]:
         """List this thread's elements of its row r of an accumulator."""
         return [4 * n + 2 * r + c for n in range(BLOCK // 8) for c in range(2)]
 
     def exponentials(
-        self, env: Env, fragments: Fragments, best: Float32, r: int
+        self, s: cute.Tensor, scale: Float32, best: Float32, r: int, *, keep: bool
     ) -> tuple[Float32, Float32]:
-        """Turn a row of S into P in place; return its sums, plain and with temperature."""
-        warm = Float32(0.0)
-        if self.config.temperature:
-            warm = self.powers(fragments.s, env.tables.scale_t_log2, best, r)
-        return self.powers(fragments.s, env.tables.scale_log2, best, r, keep=True), warm
-
-    def powers(
-        self, s: cute.Tensor, scale: Float32, best: Float32, r: int, *, keep: bool = False
-    ) -> Float32:
-        """Return this thread's sum of 2^(scale * (s - best)) over a row, and keep the terms."""
+        """Return a row's LSE of scale * s and its sum of exponentials; keep these in place of s."""
         m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
-        total = [Float32(0.0), Float32(0.0)]
+        sums = [Float32(0.0), Float32(0.0)]
         for i in self.columns(r):
             value = ptx.exp2(s[i] * scale - m_log2)
-            total[i % 2] = total[i % 2] + value
+            sums[i % 2] = sums[i % 2] + value
             if keep:
                 s[i] = value
-        return total[0] + total[1]
+        total = sums[0] + sums[1]
+        for offset in (1, 2):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset)
+        return (m_log2 + ptx.log2(total)) * math.log(2.0), total
 
-    def pack(self, fragments: Fragments) -> None:
+    def pack(self, s: cute.Tensor, p: cute.Tensor) -> None:
         """Round P to the operand of the next MMA: both hold a row in the same order."""
-        s, p = fragments.s, fragments.p
         words = cute.recast_tensor(p, Int32)
         for i in range(cute.size(words)):
             words[i] = ptx.pack(s[2 * i], s[2 * i + 1], self.dtype)
-
-    @cute.jit
-    def end_tile(
-        self,
-        env: Env,
-        group: Int32,
-        item: Item,
-        known: tuple[Rows, Int32],
-        maxima: tuple,
-        totals: list,
-    ) -> Tile:
-        """Write the LSEs, copy V's tail; return what the tile's O needs."""
-        rows, most = known
-        self.release_meta(env, item.first)
-        factors = []
-        for r in range_constexpr(2):
-            total, warm = (self.over_quad(x) for x in totals[r])
-            factors.append(self.reciprocal(total))
-            lse = self.lse(maxima[r], env.tables.scale_log2, total)
-            lse_t = lse
-            if const_expr(self.config.temperature):
-                lse_t = self.lse(maxima[r], env.tables.scale_t_log2, warm)
-            row = self.first_row(group) + 8 * r
-            self.store_lse(env, item, row, (rows[2 * r], rows[2 * r + 1]), (lse, lse_t))
-        if most < BLOCK:
-            self.wait(env, "v_full", 0, item.order & 1)
-            self.meet(group)  # all four warps are done with the tail before
-            self.copy_tail(env, group, most)
-            cute.arch.fence_view_async_shared()
-            self.meet(group)
-        return Tile(factors[0], factors[1], most)
-
-    def meet(self, group: Int32) -> None:
-        """Wait for the other warps of the warpgroup."""
-        cute.arch.barrier(barrier_id=3 + group, number_of_threads=128)
-
-    def over_quad(self, value: Float32) -> Float32:
-        """Add the shares of a row's four lanes."""
-        for offset in (1, 2):
-            value = value + cute.arch.shuffle_sync_bfly(value, offset)
-        return value
 
     @cute.jit
     def reciprocal(self, total: Float32) -> Float32:
@@ -498,11 +415,6 @@ class MsaPartialSm90(EdgeKernel):
         if total != 0.0:
             factor = cute.arch.rcp_approx(total)
         return factor
-
-    def lse(self, best: Float32, scale: Float32, total: Float32) -> Float32:
-        """Return the natural log of the sum of exponentials."""
-        m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
-        return (m_log2 + ptx.log2(total)) * math.log(2.0)
 
     @cute.jit
     def store_lse(
@@ -519,41 +431,42 @@ class MsaPartialSm90(EdgeKernel):
                 cute.arch.store(env.tables.lse_t + at, values[1])
 
     @cute.jit
-    def copy_tail(self, env: Env, group: Int32, most: Int32) -> None:
-        """Copy 16 rows of V, two chunks of 16 bytes for each thread of the warpgroup."""
+    def copy_tail(self, env: Env, place: Place, most: Int32) -> None:
+        """Copy 16 rows of V over Q, two chunks of 16 bytes for each thread of the warpgroup."""
+        self.meet()  # the other warps' MMAs have read Q
         thread = cute.arch.thread_idx()[0] & 127
         first = tail_start(most)
         kept = 0 - Int32(first + thread // 8 < most)
         source = env.smem + first * SWIZZLE_BYTES + thread * 16
-        target = env.smem + group * TAIL_BYTES + thread * 16
+        target = env.smem + place.offset + thread * 16
         for half in range_constexpr(2):
-            place = half * HALF_BYTES
-            words = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + place)
+            words = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
             words = [word & kept for word in words]
-            ptx.smem_store_v4(target, SCHEDULE.smem_offset("tail") + place, words)
+            ptx.smem_store_v4(target, SCHEDULE.smem_offset("q") + half * HALF_BYTES, words)
+        cute.arch.fence_view_async_shared()
+        self.meet()
 
     @cute.jit
-    def finish(self, env: Env, group: Int32, fragments: Fragments, item: Item, tile: Tile) -> None:
-        """O divided by the sum, rounded, to shared memory."""
-        o = fragments.o
-        stage, phase = (item.first & 1) * 8, (item.first >> 1) & 1
-        self.wait(env, "out_empty", 0, phase ^ 1, stage)
+    def finish(
+        self, env: Env, place: Place, o: cute.Tensor, factors: tuple[Float32, Float32]
+    ) -> None:
+        """O divided by the sum, rounded, to Q's place."""
         lane = cute.arch.lane_idx()
-        row = group * ROWS + (cute.arch.warp_idx() & 3) * 16 + (lane & 15)
-        address = env.smem + stage * (TILE_BYTES // 8) + row * SWIZZLE_BYTES
+        row = (cute.arch.warp_idx() & 3) * 16 + (lane & 15)
+        address = env.smem + place.offset + row * SWIZZLE_BYTES
         for n in range_constexpr(0, HEAD_DIM // 8, 2):
             words = []
             for i in range_constexpr(4 * n, 4 * n + 8, 2):
-                factor = tile[i % 4 // 2]
+                factor = factors[i % 4 // 2]
                 words.append(ptx.pack(o[i] * factor, o[i + 1] * factor, self.dtype))
             half, unit = divmod(n, 8)
             chunk = ((lane >> 4) + unit) ^ (lane & 7)
-            offset = SCHEDULE.smem_offset("out") + half * HALF_BYTES
+            offset = SCHEDULE.smem_offset("q") + half * HALF_BYTES
             ptx.smem_store_matrices(address + (chunk << 4), offset, words)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.arrive(env, "out_full", 0, stage)
+            self.arrive(env, "out_full", 0, place.stage)
 
     # ---- store ---------------------------------------------------------------------------------
 
@@ -572,9 +485,9 @@ class MsaPartialSm90(EdgeKernel):
     def store_tile(self, env: Env, tile: Int32, kv_head: Int32) -> None:
         """Write a tile, a box for each token that exists and 128 bytes."""
         places = self.read_places(env, tile)
-        stage = (tile & 1) * 8
-        self.wait(env, "out_full", 0, (tile >> 1) & 1, stage)
-        address = ptx.opaque(env.smem + stage * (TILE_BYTES // 8)) + SCHEDULE.smem_offset("out")
+        here = self.place_of(tile)
+        self.wait(env, "out_full", 0, here.phase, here.stage)
+        address = ptx.opaque(env.smem + here.offset) + SCHEDULE.smem_offset("q")
         for part in range_constexpr(self.parts):
             for j in cutlass.range(self.in_window, unroll=self.unroll):
                 token, place = (cute.arch.shuffle_sync(x, j) for x in places[part])
@@ -583,7 +496,7 @@ class MsaPartialSm90(EdgeKernel):
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.arrive(env, "out_empty", 0, stage)
+            self.arrive(env, "q_empty", 0, here.stage)
 
 
 def compile_kernel(config: Config, options: str = "") -> Any:

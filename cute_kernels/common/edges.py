@@ -98,6 +98,14 @@ class Job(NamedTuple):
     outer: Int32
 
 
+class Place(NamedTuple):
+    """Where Q of a tile lies, and whose turn it is there."""
+
+    stage: Int32  # 8 times the stage
+    phase: Int32  # parity of the times that the stage was filled before
+    offset: Int32  # of its first row in the region, bytes
+
+
 class Window(NamedTuple):
     """32 entries of a CSR row, one for each lane; -1 after the last."""
 
@@ -127,17 +135,28 @@ class EdgeKernel(PersistentKernel):
     """Roles `scheduler` and `load`, and what the other roles read of items and tiles."""
 
     def __init__(
-        self, schedule: Schedule, config: Any, *, persistent: str, shuffled_maximum: bool = False
+        self,
+        schedule: Schedule,
+        config: Any,
+        *,
+        rows: int,
+        persistent: str,
+        shuffled_maximum: bool = False,
     ) -> None:
         super().__init__(schedule, persistent)
         self.config = config
+        self.rows = rows
         self.shuffled_maximum = shuffled_maximum
         self.dtype, self.out_dtype = config.dtypes
         self.group = config.group_size
-        self.tokens = TILE_ROWS // self.group  # of a tile
+        self.tokens = rows // self.group  # of a tile
         self.parts = max(1, self.tokens // WINDOW)  # windows of a tile
         self.in_window = min(self.tokens, WINDOW)  # of a tile's tokens
         self.unroll = 1 if self.in_window == WINDOW else self.in_window  # of loops over these
+
+    def place_of(self, tile: Int32) -> Place:
+        """Return where Q of a tile lies: two stages that take turns."""
+        return Place((tile & 1) * 8, (tile >> 1) & 1, (tile & 1) * TILE_BYTES)
 
     @cute.jit
     def scheduler(self, env: Env) -> None:
@@ -380,20 +399,20 @@ class EdgeKernel(PersistentKernel):
     ) -> None:
         """Load Q of a tile's window; a token that does not exist, -1, is read as 0."""
         token, kv_head = row
-        stage = (tile & 1) * 8
-        full = self.barrier(env, "q_full", 0, stage)
+        place = self.place_of(tile)
+        full = self.barrier(env, "q_full", 0, place.stage)
         if const_expr(part == 0):
-            self.wait(env, "q_empty", 0, ((tile >> 1) & 1) ^ 1, stage)
+            self.wait(env, "q_empty", 0, place.phase ^ 1, place.stage)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
-        address = ptx.opaque(env.smem + stage * (TILE_BYTES // 8))
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows * 2 * SWIZZLE_BYTES)
+        address = ptx.opaque(env.smem + place.offset)
         address += self.schedule.smem_offset("q") + part * WINDOW * self.group * SWIZZLE_BYTES
         for j in cutlass.range(self.in_window, unroll=self.unroll):
-            place = cute.arch.shuffle_sync(token, start + j)
+            one = cute.arch.shuffle_sync(token, start + j)
             for half in range_constexpr(2):
                 rows = address + (half * HALF_BYTES + j * self.group * SWIZZLE_BYTES)
                 box = tiles.box_at(rows, self.group, self.dtype)
-                self.copy_box(env, 0, box, (kv_head, half, place), full)
+                self.copy_box(env, 0, box, (kv_head, half, one), full)
 
     def copy_box(
         self, env: Env, operand: int, box: cute.Tensor, place: tuple, full: Any = None
