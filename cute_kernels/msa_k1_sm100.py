@@ -62,7 +62,6 @@ from sparse_atten.cute_kernels.common import offline, persistent, ptx, softmax, 
 from sparse_atten.cute_kernels.common.edges import (
     ITEM_BYTES,
     META_BYTES,
-    META_SLOTS,
     MMA_K,
     SEEN,
     TILE_ROWS,
@@ -70,6 +69,7 @@ from sparse_atten.cute_kernels.common.edges import (
     EdgeKernel,
     Item,
     Tables,
+    meta_slots,
     tail_start,
 )
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
@@ -94,6 +94,7 @@ from sparse_atten.cute_kernels.msa_arguments import (
 from sparse_atten.cute_kernels.msa_host import host_values, make_maps
 
 STAGES = 2
+META_SLOTS = meta_slots(TILE_ROWS)
 TAIL_BYTES = MMA_K * HEAD_DIM * 2
 
 SOFTMAX = ("softmax0", "softmax1")  # of the two stages: alike, so that arrivals name the first
@@ -138,7 +139,7 @@ SCHEDULE = Schedule(
         Region("v", TILE_BYTES),
         Region("out", STAGES * TILE_BYTES),
         Region("tail", STAGES * TAIL_BYTES),
-        Region("meta", META_SLOTS * META_BYTES),
+        Region("meta", META_BYTES),
         Region("most_seen", META_SLOTS * 4),
         Region("sum", STAGES * TILE_ROWS * 4),
         Region("items", persistent.ITEM_SLOTS * ITEM_BYTES),
@@ -440,7 +441,7 @@ class MsaPartialSm100(EdgeKernel):
 
     def read_place(self, env: Env, tile: Int32) -> tuple[Int32, Int32]:
         """Return what is known of the token of this thread's row."""
-        address = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
+        address = env.smem + self.meta_slot(tile)[0] * TILE_ROWS
         address += self.row() // self.group * 8
         offset = SCHEDULE.smem_offset("meta")
         return ptx.smem_load(address, offset, Int32), ptx.smem_load(address, offset + 4, Int32)

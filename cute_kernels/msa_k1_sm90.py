@@ -16,10 +16,9 @@ Grid. CTAs stride over the work items. K and V of an item are loaded once, those
 while the last tiles are in work. The scheduler warp alone decides what is dropped.
 
 Tiles. 64 / G query tokens of the row times the G heads of the group are the 64 rows of a tile. Tile
-n, counted over all items of the CTA, belongs to warpgroup n % 3, which has two stages for its
-tiles. The load warp gathers Q, one TMA box for each token and 64 columns, and publishes for each
-token where its partial goes and how many keys it sees, and for the tile the most that one of them
-sees.
+n, counted over all items of the CTA, belongs to warpgroup n % 3 and has stage n % 9. The load warp
+gathers Q, one TMA box for each token and 64 columns, and publishes for each token where its partial
+goes and how many keys it sees, and for the tile the most that one of them sees.
 
 Masking. A row sees the first `seen` keys of the block: those that exist and, if causal, are not
 after it; the scores of the others become -inf. PV reads the 16 keys where the tile's last one lies,
@@ -32,8 +31,8 @@ Overlap. Each warpgroup works off its tiles one step after the other; the tensor
 three of them, so that it has work while two compute softmax and store. Of Q's place in shared
 memory, the tail takes the first rows once QK is done, and O all of them once PV is:
 
-    load     Q(n+6)                                                     Q(n+12)
-    place    Q(n) ............... tail(n) ....... O(n) ........ (free)  Q(n+6)
+    load     Q(n)                                                       Q(n+9)
+    place    Q(n) ............... tail(n) ....... O(n) ........ (free)  Q(n+9)
     wgmma          QK(n)                  PV(n)
     threads               softmax(n)            O / sum
     store                                              O(n)
@@ -59,7 +58,6 @@ from sparse_atten.cute_kernels.common import offline, persistent, ptx, softmax, 
 from sparse_atten.cute_kernels.common.edges import (
     ITEM_BYTES,
     META_BYTES,
-    META_SLOTS,
     MMA_K,
     SEEN,
     WINDOW,
@@ -67,6 +65,7 @@ from sparse_atten.cute_kernels.common.edges import (
     Item,
     Place,
     Tables,
+    meta_slots,
     tail_start,
 )
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
@@ -92,12 +91,13 @@ from sparse_atten.cute_kernels.msa_host import host_values, make_maps
 
 ROWS = 64  # of a tile
 CONSUMERS = ("consumer0", "consumer1", "consumer2")
-STAGES = 2  # of each
+STAGES = 9  # three of each
 HALF_TILE_BYTES = ROWS * SWIZZLE_BYTES  # 64 columns
-# A warpgroup's two stages lie as the rows of one 128 x 128 tile, so that the halves of a tail lie
-# as far apart as those of V.
-PLACE_BYTES = TILE_BYTES
+# Two stages lie as the rows of one 128 x 128 tile, so that the halves of a tail lie as far apart as
+# those of V.
+Q_BYTES = (STAGES + 1) // 2 * TILE_BYTES - STAGES % 2 * HALF_TILE_BYTES
 
+META_SLOTS = meta_slots(ROWS)
 META = "where the tile's partials go, and what its rows see"
 SCHEDULE = Schedule(
     roles=(
@@ -118,16 +118,16 @@ SCHEDULE = Schedule(
         Barrier("meta_full", META_SLOTS, lanes("load"), ("store", *CONSUMERS), META),
         # Of the consumers the tile's own.
         Barrier("meta_empty", META_SLOTS, warps("store", "consumer0"), ("load",), "read"),
-        Barrier("q_full", 6, once("load"), CONSUMERS, "Q has landed", 2 * HALF_TILE_BYTES),
-        Barrier("q_empty", 6, once("store"), ("load",), "O has left Q's place"),
-        Barrier("out_full", 6, warps("consumer0"), ("store",), "O is in Q's place"),
+        Barrier("q_full", STAGES, once("load"), CONSUMERS, "Q has landed", 2 * HALF_TILE_BYTES),
+        Barrier("q_empty", STAGES, once("store"), ("load",), "O has left Q's place"),
+        Barrier("out_full", STAGES, warps("consumer0"), ("store",), "O is in Q's place"),
     ),
     tmem=(),
     smem=(
-        Region("q", len(CONSUMERS) * PLACE_BYTES),
+        Region("q", Q_BYTES),
         Region("k", TILE_BYTES),
         Region("v", TILE_BYTES),
-        Region("meta", META_SLOTS * META_BYTES),
+        Region("meta", META_BYTES),
         Region("most_seen", META_SLOTS * 4),
         Region("items", persistent.ITEM_SLOTS * ITEM_BYTES),
     ),
@@ -230,40 +230,34 @@ class MsaPartialSm90(EdgeKernel):
                 self.scheduler(env)
 
     def place_of(self, tile: Int32) -> Place:
-        """Return where Q of a tile lies: two stages for each warpgroup."""
-        turn = tile // len(CONSUMERS)
-        return self.place_in(tile - turn * len(CONSUMERS), turn)
-
-    def place_in(self, group: Int32, turn: Int32) -> Place:
-        """Return the place of a warpgroup's tile number `turn`."""
-        stage = turn & (STAGES - 1)
-        offset = group * PLACE_BYTES + stage * HALF_TILE_BYTES
-        return Place((group * STAGES + stage) * 8, (turn >> 1) & 1, offset)
+        """Return where Q of a tile lies: stages that take turns, two of them in 128 rows."""
+        turn = tile // STAGES
+        stage = tile - turn * STAGES
+        offset = (stage >> 1) * TILE_BYTES + (stage & 1) * HALF_TILE_BYTES
+        return Place(stage * 8, turn & 1, offset)
 
     # ---- consumers -----------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, env: Env, warp: Int32) -> None:
         """Work off the tiles of one warpgroup; K and V are given back after each item."""
-        group = warp >> 2
-        tile, turn = group, Int32(0)
+        tile = warp >> 2
         item = self.take_item(env, Item.none())
         while item.first < item.end:
             self.wait(env, "k_full", 0, item.order & 1)
             if tile >= item.end:
                 self.release_keys(env, "k_empty")
             while tile < item.end:
-                place = self.place_in(group, turn)
-                self.attend(env, item, tile, place)
+                self.attend(env, item, tile)
                 tile += len(CONSUMERS)
-                turn += 1
             self.wait(env, "v_full", 0, item.order & 1)
             self.release_keys(env, "v_empty")
             item = self.take_item(env, item)
 
     @cute.jit
-    def attend(self, env: Env, item: Item, tile: Int32, place: Place) -> None:
+    def attend(self, env: Env, item: Item, tile: Int32) -> None:
         """One tile: QK, softmax, LSE, PV, O."""
+        place = self.place_of(tile)
         qk, pv = self.mmas()
         s = cute.make_rmem_tensor(qk.partition_shape_C((ROWS, BLOCK)), Float32)
         o = cute.make_rmem_tensor(pv.partition_shape_C((ROWS, HEAD_DIM)), Float32)
@@ -350,7 +344,7 @@ class MsaPartialSm90(EdgeKernel):
     def read_rows(self, env: Env, tile: Int32) -> tuple[Rows, Int32]:
         """Return what is known of this thread's rows, and the most that one of the tile sees."""
         self.wait_meta(env, tile)
-        address = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
+        address = env.smem + self.meta_slot(tile)[0] * ROWS
         offset = SCHEDULE.smem_offset("meta")
         words = []
         for r in range(2):

@@ -8,7 +8,7 @@ The scheduler warp reads rows of the schedule's `work_items` and the load warp e
 CSR. Here alone is decided what is dropped: an item that names no row, an entry whose token or slot
 lies outside the chunk. A block outside its sequence or the pool is one without keys.
 
-Tiles are counted over all items of the CTA: tile n has stage n % 2 and metadata slot n % 8.
+Tiles are counted over all items of the CTA: tile n has stage n % 2 and a metadata slot.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from sparse_atten.cute_kernels.common.tiles import COLUMNS, HALF_BYTES, SWIZZLE_
 
 TILE_ROWS = 128  # query tokens of a tile times the heads of a group
 ITEM_BYTES = 32
-META_SLOTS = 8  # tiles that the load warp may be ahead of the last reader
-META_BYTES = TILE_ROWS * 8  # two words for each token: the token in the chunk or a negative, and
+META_BYTES = 8192  # of all tiles: two words for each token, the one in the chunk or a negative, and
 SEEN = 255  # the keys that it sees in the part of this mask, with the partial's slot above it
 MMA_K = 16  # keys of a step of PV
 WINDOW = 32  # entries in work at a time, one for each lane
@@ -98,6 +97,11 @@ class Job(NamedTuple):
     outer: Int32
 
 
+def meta_slots(rows: int) -> int:
+    """Return how many tiles of so many rows the load warp may be ahead of the last reader."""
+    return META_BYTES // (rows * 8)
+
+
 class Place(NamedTuple):
     """Where Q of a tile lies, and whose turn it is there."""
 
@@ -149,6 +153,7 @@ class EdgeKernel(PersistentKernel):
         self.shuffled_maximum = shuffled_maximum
         self.dtype, self.out_dtype = config.dtypes
         self.group = config.group_size
+        self.meta_slots = meta_slots(rows)
         self.tokens = rows // self.group  # of a tile
         self.parts = max(1, self.tokens // WINDOW)  # windows of a tile
         self.in_window = min(self.tokens, WINDOW)  # of a tile's tokens
@@ -373,12 +378,12 @@ class EdgeKernel(PersistentKernel):
     ) -> None:
         """Write two words for each token of a tile's window, after its last one also the most."""
         token, place, most = words
-        slot = (tile & (META_SLOTS - 1)) * 8
+        slot, phase = self.meta_slot(tile)
         if const_expr(part == 0):
-            self.wait(env, "meta_empty", 0, ((tile >> 3) & 1) ^ 1, slot)
+            self.wait(env, "meta_empty", 0, phase ^ 1, slot)
         lane = cute.arch.lane_idx() - start
         if (lane >= 0) & (lane < self.in_window):
-            address = env.smem + slot * (META_BYTES // 8) + lane * 8
+            address = env.smem + slot * self.rows + lane * 8
             offset = self.schedule.smem_offset("meta") + part * WINDOW * 8
             ptx.smem_store(address, offset, token - env.tables.first_token)
             ptx.smem_store(address, offset + 4, place)
@@ -427,21 +432,25 @@ class EdgeKernel(PersistentKernel):
         else:
             cute.copy(atom, source, target)
 
+    def meta_slot(self, tile: Int32) -> tuple[Int32, Int32]:
+        """Return 8 times the slot of a tile's metadata, and the parity of its turn there."""
+        return (tile & (self.meta_slots - 1)) * 8, (tile // self.meta_slots) & 1
+
     def wait_meta(self, env: Env, tile: Int32) -> None:
         """Wait for what is known of a tile."""
-        slot = (tile & (META_SLOTS - 1)) * 8
-        self.wait(env, "meta_full", 0, (tile >> 3) & 1, slot)
+        slot, phase = self.meta_slot(tile)
+        self.wait(env, "meta_full", 0, phase, slot)
 
     def read_most_seen(self, env: Env, tile: Int32) -> Int32:
         """Return the most keys that a row of a tile sees. Its metadata have been waited for."""
-        address = env.smem + (tile & (META_SLOTS - 1)) * 4
+        address = env.smem + (self.meta_slot(tile)[0] >> 1)
         return ptx.smem_load(address, self.schedule.smem_offset("most_seen"), Int32)
 
     def release_meta(self, env: Env, tile: Int32) -> None:
         """Say that the warp has read what is known of a tile."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.arrive(env, "meta_empty", 0, (tile & (META_SLOTS - 1)) * 8)
+            self.arrive(env, "meta_empty", 0, self.meta_slot(tile)[0])
 
     # ---- store ---------------------------------------------------------------------------------
 
@@ -449,7 +458,7 @@ class EdgeKernel(PersistentKernel):
         """Return token and place of a tile's tokens, a lane for each; one pair for a window."""
         self.wait_meta(env, tile)
         places = []
-        here = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
+        here = env.smem + self.meta_slot(tile)[0] * self.rows
         here += (cute.arch.lane_idx() & (self.in_window - 1)) * 8
         for part in range(self.parts):
             offset = self.schedule.smem_offset("meta") + part * WINDOW * 8
