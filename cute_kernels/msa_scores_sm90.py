@@ -488,6 +488,7 @@ class BlockScoresSm90(PersistentKernel):
             self.issue(env, q1, ring, s1)
             warpgroup.wait_group(1)
             row0 = self.store_maxima(env, s0, keys, row0)
+            cute.arch.sync_warp()
             warpgroup.wait_group(0)
             self.release(env, "k_empty", ring.slot)
             ring = tiles.advance(ring, K_SLOTS)
