@@ -1,4 +1,4 @@
-"""One scoring call of MSA's index branch as plain numbers: what the kernel and its plan start from."""
+"""One call of MSA's index scores as plain numbers: what the kernel and its plan start from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 BLOCK = 128  # keys of a KV block
 QUERIES = 256  # of a work item
 HEAD_DIMS = (64, 128)
+MAX_ROUNDS = (1 << 31) - 1  # query tiles x heads x KV blocks of a launch
 _HALF_ROW = 64  # elements of a 128-byte swizzle row
 _ITEM_BYTES = 2
 _ALIGNED = 8  # elements of 16 bytes
@@ -195,8 +196,13 @@ def arguments_of(
     )
 
 
+def most_tokens(batch: int, num_heads: int, num_blocks: int) -> int:
+    """Return how many query tokens a launch can take, 0 if not even one."""
+    return max(0, MAX_ROUNDS // (num_heads * num_blocks) - batch) * QUERIES
+
+
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a TMA descriptor can describe the tensor: rows contiguous, at multiples of 16 bytes."""
+    """Whether TMA can read the tensor: rows are contiguous and start at multiples of 16 bytes."""
     steps = [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     *outer, last = steps or [1]
     return (

@@ -11,10 +11,10 @@ outside the pool stands for a block without keys. Offsets and lengths are clampe
 
 Work. A round is a tile of 256 queries of one head and one KV block. Rounds are in order of
 sequence, query tile, head and block; each CTA does an equal run of them, so that a causal triangle,
-or any mix of lengths, is balanced to one round. The part of a run in one tile and head is a segment:
-its queries stay in registers. The load warp finds its run by itself: its lanes count the rounds of
-32 query tiles at a time. Sequence b has its tiles in slots from ``start_b / 256 + b`` on, which are
-enough for any lengths, so that a binary search turns a slot into a sequence.
+or any mix of lengths, is balanced to one round. The part of a run in one tile and head is a
+segment: its queries stay in registers. The load warp finds its run by itself: its lanes count the
+rounds of 32 query tiles at a time. Sequence b has its tiles in slots from ``start_b / 256 + b`` on,
+which are enough for any lengths, so that a binary search turns a slot into a sequence.
 
 Registers. A warpgroup holds 128 queries in two halves of 64, each with its own scores. The MMAs of
 one half run while the maxima of the other are taken.
@@ -27,10 +27,10 @@ Stores. After a shuffle among the four lanes of a row, 16 lanes of a warp write 
 Steady state, each warpgroup with 128 of the 256 queries (r: round; a, b: halves):
 
     tensor core            consumer 0             consumer 1
-    Qa0 K(r)               maxima of b0(r-1)      maxima of a1(r-1)
-    Qb1 K(r-1)             -                      -
-    Qb0 K(r)               maxima of a0(r)        maxima of b1(r-1)
-    Qa1 K(r)               -                      -
+    Qa0 K(r)               maxima of b0(r-1)      -
+    Qb1 K(r-1)             -                      maxima of a1(r-1)
+    Qb0 K(r)               maxima of a0(r)        -
+    Qa1 K(r)               -                      maxima of b1(r-1)
 
 Limits. Blocks of 128 keys, d = 64 or 128, fewer than 2^31 rounds.
 
@@ -70,6 +70,7 @@ from sparse_atten.cute_kernels.common.tiles import HALF_BYTES, TILE_BYTES, Ring
 from sparse_atten.cute_kernels.msa_scores_arguments import (
     BLOCK,
     HEAD_DIMS,
+    MAX_ROUNDS,
     NO_ARGUMENTS,
     QUERIES,
     Arguments,
@@ -80,7 +81,6 @@ ROWS = 64  # of a half
 MMA_K = 16
 K_SLOTS = 5
 FAR = 1 << 30  # the position of a query that sees every key
-MAX_ROUNDS = (1 << 31) - 1
 
 CONSUMERS = ("consumer0", "consumer1")
 SCHEDULE = Schedule(
@@ -183,7 +183,7 @@ class Segment(NamedTuple):
 
 
 class Row(NamedTuple):
-    """This thread's place in its half of a segment."""
+    """What a thread does in its half of a segment."""
 
     bound: Int32  # keys that its first row sees, less those before its first column
     limit: Int32  # keys that the half's first row sees
@@ -200,7 +200,7 @@ class BlockScoresSm90(PersistentKernel):
         self.dtype = DTYPES[config.dtype]
 
     @cute.jit
-    def __call__(  # noqa: PLR0917
+    def __call__(
         self,
         operands: tuple[cute.Pointer, cute.Pointer],
         tables: Tables,
@@ -313,10 +313,9 @@ class BlockScoresSm90(PersistentKernel):
         while step < tables.batch:
             step += step
         while step > 0:
-            further = sequence + step
-            if further < tables.batch:
-                if self.slot_of(tables, further) <= slot:
-                    sequence = further
+            further = cutlass.min(sequence + step, tables.batch)
+            if (further < tables.batch) & (self.slot_of(tables, further) <= slot):
+                sequence = further
             step >>= 1
         last_token = tables.first_token + tables.num_tokens
         q_start, q_end = extent(
@@ -382,9 +381,7 @@ class BlockScoresSm90(PersistentKernel):
             tiles.load_tile(atom, source, self.tile_at(env, "q", part * TILE_BYTES), full)
 
     @cute.jit
-    def load_keys(  # noqa: PLR0917
-        self, env: Env, tile: QueryTile, head: Int32, block: Int32, ring: Ring
-    ) -> Ring:
+    def load_keys(self, env: Env, tile: QueryTile, head: Int32, block: Int32, ring: Ring) -> Ring:
         """Load the keys of a block, and say how many there are."""
         tables = env.tables
         row, outer = block * BLOCK, Int32(0)
@@ -463,9 +460,7 @@ class BlockScoresSm90(PersistentKernel):
                 words[4 * k + i] = word
 
     @cute.jit
-    def run(  # noqa: PLR0917
-        self, env: Env, group: Int32, fragments: tuple, segment: Segment, ring: Ring
-    ) -> Ring:
+    def run(self, env: Env, group: Int32, fragments: tuple, segment: Segment, ring: Ring) -> Ring:
         """Work off a segment: MMAs of one half under the maxima of the other."""
         (q0, q1), (s0, s1) = fragments
         row0, row1 = (self.row_of(env, group, half, segment) for half in range(2))
@@ -497,9 +492,7 @@ class BlockScoresSm90(PersistentKernel):
         return ring
 
     @cute.jit
-    def row_of(
-        self, env: Env, group: Int32, half: cutlass.Constexpr, segment: Segment
-    ) -> Row:
+    def row_of(self, env: Env, group: Int32, half: cutlass.Constexpr, segment: Segment) -> Row:
         """Return this thread's place in its half: lanes 0 and 1 of four write rows 8 apart."""
         tables, lane = env.tables, cute.arch.lane_idx()
         start = group * TILE + half * ROWS
