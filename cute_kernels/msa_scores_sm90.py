@@ -80,7 +80,6 @@ TILE = BLOCK  # keys of a round, and queries of a warpgroup
 ROWS = 64  # of a half
 MMA_K = 16
 K_SLOTS = 5
-FAR = 1 << 30  # the position of a query that sees every key
 
 CONSUMERS = ("consumer0", "consumer1")
 SCHEDULE = Schedule(
@@ -165,21 +164,21 @@ class QueryTile(NamedTuple):
 
     token: Int32  # first query, from `first_token`
     rows: Int32  # queries
-    first: Int32  # position of the first query; FAR if all keys are seen
+    first: Int32  # position of the first query; after all keys if every query sees them all
     sequence: Int32
     keys: Int32  # of the sequence
     blocks: Int32  # that some query sees; 0: no work
 
 
 class Segment(NamedTuple):
-    """Adjacent blocks for one query tile and head; `count` 0 ends the kernel."""
+    """Adjacent blocks for one query tile and head; without rounds it ends the kernel."""
 
     token: Int32
     rows: Int32
     first: Int32
     head: Int32
     block: Int32  # first
-    count: Int32
+    rounds: Int32
 
 
 class Row(NamedTuple):
@@ -332,7 +331,7 @@ class BlockScoresSm90(PersistentKernel):
         if tables.causal != 0:
             seen = clamp(first + rows, 0, keys)
         else:
-            first = Int32(FAR)
+            first = keys
         blocks = Int32(0)
         if rows > 0:
             blocks = cutlass.min((seen + (BLOCK - 1)) // BLOCK, tables.num_blocks)
@@ -362,6 +361,7 @@ class BlockScoresSm90(PersistentKernel):
         offsets = tables.cu_seqlens_k, tables.cu_seqlens_k_stride
         return extent(*offsets, sequence, tables.key_rows)
 
+    @cute.jit
     def open_segment(self, env: Env, segment: Segment, phase: Int32) -> None:
         """Publish a segment and load its Q, once the one before it is in registers."""
         self.wait(env, "q_empty", 0, phase)
@@ -371,14 +371,18 @@ class BlockScoresSm90(PersistentKernel):
         with cute.arch.elect_one():
             ptx.smem_store_v4(env.smem, offset, list(segment[:4]))
             ptx.smem_store_v4(env.smem, offset + 16, [*segment[4:], zero, zero])
-            size = 2 * TILE * self.head_dim * 2
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-        atom, tensor = env.maps[0]
-        for part in range(2):
-            token = env.tables.first_token + segment.token + part * TILE
-            rows = cute.domain_offset((token, 0, segment.head), tensor)[(None, None, 0)]
-            source = cute.local_tile(rows, (TILE, self.head_dim), (0, 0))
-            tiles.load_tile(atom, source, self.tile_at(env, "q", part * TILE_BYTES), full)
+        if segment.rounds == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * TILE * self.head_dim * 2)
+            atom, tensor = env.maps[0]
+            for part in range_constexpr(2):
+                token = env.tables.first_token + segment.token + part * TILE
+                rows = cute.domain_offset((token, 0, segment.head), tensor)[(None, None, 0)]
+                source = cute.local_tile(rows, (TILE, self.head_dim), (0, 0))
+                tiles.load_tile(atom, source, self.tile_at(env, "q", part * TILE_BYTES), full)
 
     @cute.jit
     def load_keys(self, env: Env, tile: QueryTile, head: Int32, block: Int32, ring: Ring) -> Ring:
@@ -424,7 +428,7 @@ class BlockScoresSm90(PersistentKernel):
         ring = Ring(Int32(0), Int32(0))
         phase = Int32(0)
         segment = self.take_segment(env, phase)
-        while segment.count != 0:
+        while segment.rounds != 0:
             for half in range_constexpr(2):
                 self.read_query(env, group, half, q[half])
             self.release(env, "q_empty")
@@ -473,7 +477,7 @@ class BlockScoresSm90(PersistentKernel):
         warpgroup.wait_group(0)
         self.release(env, "k_empty", ring.slot)
         ring = tiles.advance(ring, K_SLOTS)
-        left = segment.count
+        left = segment.rounds
         while left > 1:
             before = keys
             self.wait(env, "k_full", 0, ring.phase, ring.slot)
@@ -530,7 +534,7 @@ class BlockScoresSm90(PersistentKernel):
         warpgroup.commit_group()
 
     @cute.jit
-    def store_maxima(self, env: Env, s: cute.Tensor, keys: Int32, row: Row) -> Row:
+    def store_maxima(self, env: Env, s: Any, keys: Int32, row: Row) -> Row:
         """Write the largest scores of the rows that this thread answers for; go on by a block."""
         tables, lane = env.tables, cute.arch.lane_idx()
         if cutlass.min(row.limit, keys) < BLOCK:

@@ -273,7 +273,10 @@ def assert_agree(
 
 @pytest.mark.parametrize(
     "config",
-    [kernel.Config(), *(pytest.param(c, marks=pytest.mark.slow) for c in kernel.SHIPPED[:1])],
+    [
+        pytest.param(config, marks=[pytest.mark.slow] * (config != kernel.Config()))
+        for config in kernel.SHIPPED
+    ],
     ids=str,
 )
 def test_compiled_kernel_fits(config: kernel.Config):
