@@ -126,6 +126,11 @@ def index_branch(
     ------
     TypeError, ValueError, NotImplementedError
         As for the two stages.
+
+    Notes
+    -----
+    Nothing synchronises on a device. Where a kernel computes the scores, the call can be captured
+    in a CUDA graph after a first one like it.
     """
     _check_choice(topk, num_sink_blocks, causal)
     scorer = scorer_of(
