@@ -80,7 +80,7 @@ class Backend:
         ]
         if problem.needs_grad and not self.differentiable:
             found.append("gradients (forward only)")
-        if not found and self.package is not None and not _is_installed(self.package):
+        if not found and self.package is not None and not is_installed(self.package):
             found.append(f"the package {self.package}, which is not installed")
         return found
 
@@ -97,7 +97,8 @@ def load(name: str) -> Callable:
 
 
 @cache
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
     return find_spec(package) is not None
 
 

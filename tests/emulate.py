@@ -24,6 +24,7 @@ import test_block_topk
 import test_csr_device
 import test_msa_k1_sm100
 import test_msa_k2
+import test_msa_scores_sm90
 import test_schedule_device
 import test_vsa_sm90
 import test_vsa_sm100
@@ -142,6 +143,13 @@ def suites() -> dict[str, Suite]:
                 ((case.name, case) for case in test_msa_k2.CASES),
             ),
             _of_subject("msa_k2"),
+        ),
+        "msa_scores_sm90": Suite(
+            _each(
+                lambda case, schedule: test_msa_scores_sm90.check(case, [dict(schedule)]),
+                ((case.name, case) for case in test_msa_scores_sm90.CASES),
+            ),
+            lambda: digest(test_msa_scores_sm90.compiled(test_msa_scores_sm90.kernel.Config()).ptx),
         ),
         "csr": Suite(_each(_csr_case, _tables()), _of_source(csr.program(False)), is_program=True),
         "scheduler": Suite(
