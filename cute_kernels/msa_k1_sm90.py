@@ -45,6 +45,7 @@ cp.async.bulk.tensor and griddepcontrol.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -171,6 +172,13 @@ class Config:
         return DTYPES[self.dtype], DTYPES[self.dtype]
 
 
+ARCHITECTURES = ("sm_90a",)
+_CHOICES: Any = itertools.product(
+    DTYPES, reversed(GROUP_SIZES), (True, False), (False, True), (False, True)
+)
+SHIPPED = tuple(Config(*choice) for choice in _CHOICES)  # what a call can ask for
+
+
 class Rows(NamedTuple):
     """A thread's two rows of a tile: the token in the chunk or a negative, and where and what."""
 
@@ -231,10 +239,13 @@ class MsaPartialSm90(EdgeKernel):
 
     def place_of(self, tile: Int32) -> Place:
         """Return where Q of a tile lies: stages that take turns, two of them in 128 rows."""
-        turn = tile // STAGES
-        stage = tile - turn * STAGES
+        stage = tile % STAGES
         offset = (stage >> 1) * TILE_BYTES + (stage & 1) * HALF_TILE_BYTES
-        return Place(stage * 8, turn & 1, offset)
+        return Place(stage * 8, offset)
+
+    def phase_of(self, tile: Int32) -> Int32:
+        """Return the parity of the times that a tile's stage was filled before."""
+        return (tile // STAGES) & 1
 
     # ---- consumers -----------------------------------------------------------------------------
 
@@ -262,7 +273,7 @@ class MsaPartialSm90(EdgeKernel):
         s = cute.make_rmem_tensor(qk.partition_shape_C((ROWS, BLOCK)), Float32)
         o = cute.make_rmem_tensor(pv.partition_shape_C((ROWS, HEAD_DIM)), Float32)
         p = cute.make_rmem_tensor(pv.partition_shape_A((ROWS, BLOCK)), self.dtype)
-        self.wait(env, "q_full", 0, place.phase, place.stage)
+        self.wait(env, "q_full", 0, self.phase_of(tile), place.stage)
         self.issue_qk(env, place, s)
         rows, most = self.read_rows(env, tile)
         warpgroup.wait_group(0)
@@ -480,7 +491,7 @@ class MsaPartialSm90(EdgeKernel):
         """Write a tile, a box for each token that exists and 128 bytes."""
         places = self.read_places(env, tile)
         here = self.place_of(tile)
-        self.wait(env, "out_full", 0, here.phase, here.stage)
+        self.wait(env, "out_full", 0, self.phase_of(tile), here.stage)
         address = ptx.opaque(env.smem + here.offset) + SCHEDULE.smem_offset("q")
         for part in range_constexpr(self.parts):
             for j in cutlass.range(self.in_window, unroll=self.unroll):
