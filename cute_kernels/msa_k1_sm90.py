@@ -55,7 +55,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from sparse_atten.cute_kernels.common import offline, persistent, ptx, softmax, tiles
+from sparse_atten.cute_kernels.common import offline, ptx, softmax, tiles
 from sparse_atten.cute_kernels.common.edges import (
     ITEM_BYTES,
     META_BYTES,
@@ -70,7 +70,7 @@ from sparse_atten.cute_kernels.common.edges import (
     tail_start,
 )
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
-from sparse_atten.cute_kernels.common.persistent import Env
+from sparse_atten.cute_kernels.common.persistent import ITEM_SLOTS, Env
 from sparse_atten.cute_kernels.common.schedule import (
     Barrier,
     Region,
@@ -92,6 +92,7 @@ from sparse_atten.cute_kernels.msa_host import host_values, make_maps
 
 ROWS = 64  # of a tile
 CONSUMERS = ("consumer0", "consumer1", "consumer2")
+READERS = (*CONSUMERS, "store", "load")  # of work items
 STAGES = 8
 HALF_TILE_BYTES = ROWS * SWIZZLE_BYTES  # 64 columns
 META_SLOTS = meta_slots(ROWS)
@@ -107,14 +108,15 @@ SCHEDULE = Schedule(
         Role("idle", 15, 1, 56),
     ),
     barriers=(
-        *persistent.item_barriers((*CONSUMERS, "store", "load")),
+        Barrier("item_full", ITEM_SLOTS, once("scheduler"), READERS, "the slot names a work item"),
+        Barrier("item_empty", ITEM_SLOTS, lanes(*READERS), ("scheduler",), "all have read it"),
         Barrier("k_full", 1, once("scheduler"), CONSUMERS, "K has landed", TILE_BYTES),
         Barrier("k_empty", 1, warps(*CONSUMERS), ("scheduler",), "the item's last QK is done"),
         Barrier("v_full", 1, once("scheduler"), CONSUMERS, "V has landed", TILE_BYTES),
         Barrier("v_empty", 1, warps(*CONSUMERS), ("scheduler",), "the item's last PV is done"),
         Barrier("meta_full", META_SLOTS, lanes("load"), ("store", *CONSUMERS), META),
         # Of the consumers the tile's own.
-        Barrier("meta_empty", META_SLOTS, warps("store", "consumer0"), ("load",), "read"),
+        Barrier("meta_empty", META_SLOTS, lanes("store", "consumer0"), ("load",), "read"),
         Barrier("q_full", STAGES, once("load"), CONSUMERS, "Q has landed", 2 * HALF_TILE_BYTES),
         Barrier("q_empty", STAGES, once("store"), ("load",), "O has left Q's place"),
         Barrier("out_full", STAGES, warps("consumer0"), ("store",), "O is in Q's place"),
@@ -126,7 +128,7 @@ SCHEDULE = Schedule(
         Region("v", TILE_BYTES),
         Region("meta", META_BYTES),
         Region("most_seen", META_SLOTS * 4),
-        Region("items", persistent.ITEM_SLOTS * ITEM_BYTES),
+        Region("items", ITEM_SLOTS * ITEM_BYTES),
     ),
 )
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -245,6 +247,14 @@ class MsaPartialSm90(EdgeKernel):
     def phase_of(self, tile: Int32) -> Int32:
         """Return the parity of the times that a tile's stage was filled before."""
         return (tile >> (STAGES.bit_length() - 1)) & 1
+
+    def release(self, env: Env, item: Item) -> None:
+        """Give the item's slot back. Every lane of a role: each has read it."""
+        self.arrive(env, "item_empty", 0, item.slot)
+
+    def release_meta(self, env: Env, tile: Int32) -> None:
+        """Give the tile's metadata back. Every lane of a role: each has read its own."""
+        self.arrive(env, "meta_empty", 0, self.meta_slot(tile)[0])
 
     # ---- consumers -----------------------------------------------------------------------------
 
@@ -451,9 +461,7 @@ class MsaPartialSm90(EdgeKernel):
         self.meet()
 
     @cute.jit
-    def finish(
-        self, env: Env, place: Place, o: Any, factors: tuple[Float32, Float32]
-    ) -> None:
+    def finish(self, env: Env, place: Place, o: Any, factors: tuple[Float32, Float32]) -> None:
         """O divided by the sum, rounded, to Q's place."""
         lane = cute.arch.lane_idx()
         row = (cute.arch.warp_idx() & 3) * 16 + (lane & 15)

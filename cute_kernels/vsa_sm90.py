@@ -419,11 +419,16 @@ class VsaForwardSm90(QueueKernel):
         o.fill(0.0)
         return following, tiles.advance(ring, KV_SLOTS)
 
+    @cute.jit
     def take(self, env: Env, stream: Stream) -> Stream:
-        """Wait for the next round word; whichever lane frees a slot later, all have read it."""
-        stream = self.take_word(env, 0, stream)
-        cute.arch.sync_warp()
-        return stream
+        """Wait for the next round word; the lane that later frees slots reads it for all."""
+        slot = stream.cursor & (8 * persistent.ROUND_SLOTS - 1)
+        self.wait(env, "rounds_full", 0, (stream.cursor >> 6) & 1, slot)
+        word = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            word = ptx.smem_load(env.smem + slot, SCHEDULE.smem_offset("rounds"), Int32)
+        word = cute.arch.shuffle_sync(word, 0)
+        return stream._replace(word=word, cursor=stream.cursor + 8)
 
     def follow(self, env: Env, stream: Stream) -> Stream:
         """Take the word after the one in work; `rows` counts the items before its own."""
