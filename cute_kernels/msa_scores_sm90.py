@@ -465,7 +465,10 @@ class BlockScoresSm90(PersistentKernel):
 
     @cute.jit
     def run(self, env: Env, group: Int32, fragments: tuple, segment: Segment, ring: Ring) -> Ring:
-        """Work off a segment: MMAs of one half under the maxima of the other."""
+        """Work off a segment: MMAs of one half under the maxima of the other.
+
+        Without a barrier ptxas moves the maxima of the first half behind the wait for the second.
+        """
         (q0, q1), (s0, s1) = fragments
         row0, row1 = (self.row_of(env, group, half, segment) for half in range(2))
         self.wait(env, "k_full", 0, ring.phase, ring.slot)
@@ -474,6 +477,7 @@ class BlockScoresSm90(PersistentKernel):
         self.issue(env, q1, ring, s1)
         warpgroup.wait_group(1)
         row0 = self.store_maxima(env, s0, keys, row0)
+        cute.arch.sync_warp()
         warpgroup.wait_group(0)
         self.release(env, "k_empty", ring.slot)
         ring = tiles.advance(ring, K_SLOTS)
@@ -516,7 +520,8 @@ class BlockScoresSm90(PersistentKernel):
         return ptx.smem_load(env.smem + ring.slot, SCHEDULE.smem_offset("keys"), Int32)
 
     def release(self, env: Env, name: str, offset: Int32 | None = None) -> None:
-        """Give a slot back."""
+        """Give a slot back; whichever lane does it, all have read it."""
+        cute.arch.sync_warp()
         with cute.arch.elect_one():
             self.arrive(env, name, 0, offset)
 

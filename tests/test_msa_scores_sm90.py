@@ -161,7 +161,7 @@ def into_pages(case: Case, k: torch.Tensor, fields: dict) -> tuple[torch.Tensor,
     for b, count in enumerate(blocks):
         for j in range(count):
             if case.bad_pages and j % 2:
-                table[b, j] = (-5, len(order))[j % 4 // 2]
+                table[b, j] = (-5, pool.shape[0])[j % 4 // 2]
                 missing[b].append(j)
                 continue
             page = table[b, j] = order.pop()
