@@ -428,7 +428,7 @@ def test_chunks_of_queries_follow_the_workspace(monkeypatch, budget: int | None)
     found = index_branch(call.q, call.k, topk=2, max_workspace_bytes=budget, **call.fields)
     assert torch.equal(found.q2k_indices, wanted.q2k_indices)
     num_queries = call.q.shape[0]
-    step = {1: 1, 10_000: 10_000 // (4 * 2 * (3 + 2 + 1) + 8)}.get(budget or 0, num_queries)
+    step = {1: 1, 10_000: 10_000 // (4 * 2 * (3 + 2 + 2) + 16)}.get(budget or 0, num_queries)
     assert fake.chunks == [
         (start, min(step, num_queries - start)) for start in range(0, num_queries, step)
     ]

@@ -152,7 +152,8 @@ def _choose_by_kernel(scorer: BlockScorer, *, topk: int, num_sink_blocks: int) -
     """Ids int32 [Hidx, Tq, K], for as many tokens at a time as the workspace has room for."""
     num_queries, num_heads, _ = scorer.q.shape
     num_blocks = scorer.num_blocks
-    token_bytes = 4 * num_heads * (num_blocks + topk + 1) + 8
+    # Scores; ids and counts; the bounds and counts of one more chunk until they are replaced.
+    token_bytes = 4 * num_heads * (num_blocks + topk + 2) + 16
     step = max(1, min(num_queries, tokens_at_once(scorer), scorer.max_bytes // token_bytes))
     if QUERIES < step < num_queries:
         step -= step % QUERIES
