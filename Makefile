@@ -1,6 +1,6 @@
 # make demo | make test | make test-full | make lint; each installs into .venv on first use.
 # Kernel tests execute PTX on the emulator in tests/emulator: test-full runs every case under all its
-# schedules, test a sample of them.
+# schedules, and keeps the result in tests/full.jsonl; test runs a sample of them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-full: $(VENV)/installed
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python tests/full.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -49,6 +49,7 @@ clusterlaunchcontrol and griddepcontrol.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -200,6 +201,14 @@ class Config:
     def dtypes(self) -> tuple[type, type]:
         """Element types of q, k and v, and of o_partial."""
         return DTYPES[self.dtype], Float32 if self.fp32_partials else DTYPES[self.dtype]
+
+
+ARCHITECTURES = ("sm_100a", "sm_103a")
+# What a call can ask for: each dtype and group size, causal or not, flat or paged, one LSE or two.
+_CHOICES: Any = itertools.product(
+    DTYPES, reversed(GROUP_SIZES), (True, False), (False, True), (False,), (False, True)
+)
+SHIPPED = tuple(Config(*choice) for choice in _CHOICES)
 
 
 class MsaPartialSm100(EdgeKernel):
@@ -394,8 +403,8 @@ class MsaPartialSm100(EdgeKernel):
             scores = self.load_scores(lanes, s_column)  # again: too many to keep
         m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
         sums = (Float32(0.0), Float32(0.0))
-        for start in range_constexpr(0, BLOCK, 32):
-            chunk = scores[start : start + 32]
+        for start in range_constexpr(0, BLOCK, 16):  # 32 at a time spill, with some group sizes
+            chunk = scores[start : start + 16]
             values, sums = softmax.exponentials(chunk, scale, m_log2, sums, cubic=EXACT)
             words = softmax.packed(values, self.dtype)
             column = SCHEDULE.tmem_column("P") + stage * BLOCK + start // 2

@@ -16,7 +16,7 @@ Grid. CTAs stride over the work items. K and V of an item are loaded once, those
 while the last tiles are in work. The scheduler warp alone decides what is dropped.
 
 Tiles. 64 / G query tokens of the row times the G heads of the group are the 64 rows of a tile. Tile
-n, counted over all items of the CTA, belongs to warpgroup n % 3 and has stage n % 9. The load warp
+n, counted over all items of the CTA, belongs to warpgroup n % 3 and has stage n % 8. The load warp
 gathers Q, one TMA box for each token and 64 columns, and publishes for each token where its partial
 goes and how many keys it sees, and for the tile the most that one of them sees.
 
@@ -31,8 +31,8 @@ Overlap. Each warpgroup works off its tiles one step after the other; the tensor
 three of them, so that it has work while two compute softmax and store. Of Q's place in shared
 memory, the tail takes the first rows once QK is done, and O all of them once PV is:
 
-    load     Q(n)                                                       Q(n+9)
-    place    Q(n) ............... tail(n) ....... O(n) ........ (free)  Q(n+9)
+    load     Q(n)                                                       Q(n+8)
+    place    Q(n) ............... tail(n) ....... O(n) ........ (free)  Q(n+8)
     wgmma          QK(n)                  PV(n)
     threads               softmax(n)            O / sum
     store                                              O(n)
@@ -45,6 +45,7 @@ cp.async.bulk.tensor and griddepcontrol.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,12 +92,8 @@ from sparse_atten.cute_kernels.msa_host import host_values, make_maps
 
 ROWS = 64  # of a tile
 CONSUMERS = ("consumer0", "consumer1", "consumer2")
-STAGES = 9  # three of each
+STAGES = 8
 HALF_TILE_BYTES = ROWS * SWIZZLE_BYTES  # 64 columns
-# Two stages lie as the rows of one 128 x 128 tile, so that the halves of a tail lie as far apart as
-# those of V.
-Q_BYTES = (STAGES + 1) // 2 * TILE_BYTES - STAGES % 2 * HALF_TILE_BYTES
-
 META_SLOTS = meta_slots(ROWS)
 META = "where the tile's partials go, and what its rows see"
 SCHEDULE = Schedule(
@@ -124,7 +121,7 @@ SCHEDULE = Schedule(
     ),
     tmem=(),
     smem=(
-        Region("q", Q_BYTES),
+        Region("q", STAGES // 2 * TILE_BYTES),
         Region("k", TILE_BYTES),
         Region("v", TILE_BYTES),
         Region("meta", META_BYTES),
@@ -169,6 +166,13 @@ class Config:
     def dtypes(self) -> tuple[type, type]:
         """Element types of q, k and v, and of o_partial."""
         return DTYPES[self.dtype], DTYPES[self.dtype]
+
+
+ARCHITECTURES = ("sm_90a",)
+_CHOICES: Any = itertools.product(
+    DTYPES, reversed(GROUP_SIZES), (True, False), (False, True), (False, True)
+)
+SHIPPED = tuple(Config(*choice) for choice in _CHOICES)  # what a call can ask for
 
 
 class Rows(NamedTuple):
@@ -230,11 +234,17 @@ class MsaPartialSm90(EdgeKernel):
                 self.scheduler(env)
 
     def place_of(self, tile: Int32) -> Place:
-        """Return where Q of a tile lies: stages that take turns, two of them in 128 rows."""
-        turn = tile // STAGES
-        stage = tile - turn * STAGES
-        offset = (stage >> 1) * TILE_BYTES + (stage & 1) * HALF_TILE_BYTES
-        return Place(stage * 8, turn & 1, offset)
+        """Return where Q of a tile lies: stages that take turns.
+
+        Two of them lie as the rows of one 128 x 128 tile, so that the halves of a tail lie as far
+        apart as those of V.
+        """
+        stage = tile & (STAGES - 1)
+        return Place(stage * 8, (stage >> 1) * TILE_BYTES + (stage & 1) * HALF_TILE_BYTES)
+
+    def phase_of(self, tile: Int32) -> Int32:
+        """Return the parity of the times that a tile's stage was filled before."""
+        return (tile >> (STAGES.bit_length() - 1)) & 1
 
     # ---- consumers -----------------------------------------------------------------------------
 
@@ -262,7 +272,7 @@ class MsaPartialSm90(EdgeKernel):
         s = cute.make_rmem_tensor(qk.partition_shape_C((ROWS, BLOCK)), Float32)
         o = cute.make_rmem_tensor(pv.partition_shape_C((ROWS, HEAD_DIM)), Float32)
         p = cute.make_rmem_tensor(pv.partition_shape_A((ROWS, BLOCK)), self.dtype)
-        self.wait(env, "q_full", 0, place.phase, place.stage)
+        self.wait(env, "q_full", 0, self.phase_of(tile), place.stage)
         self.issue_qk(env, place, s)
         rows, most = self.read_rows(env, tile)
         warpgroup.wait_group(0)
@@ -301,7 +311,7 @@ class MsaPartialSm90(EdgeKernel):
         """View the tile that starts `offset` bytes into shared memory."""
         return tiles.tile_at(env.base, offset, self.dtype)
 
-    def issue_qk(self, env: Env, place: Place, s: cute.Tensor) -> None:
+    def issue_qk(self, env: Env, place: Place, s: Any) -> None:
         """Start S = Q K^T, both K-major in shared memory."""
         mma = self.mmas()[0]
         slice_ = mma.get_slice(0)
@@ -355,7 +365,7 @@ class MsaPartialSm90(EdgeKernel):
         return Rows(*words), most
 
     @cute.jit
-    def softmax(self, env: Env, item: Item, rows: Rows, s: cute.Tensor) -> tuple[Float32, Float32]:
+    def softmax(self, env: Env, item: Item, rows: Rows, s: Any) -> tuple[Float32, Float32]:
         """Turn S into P in place and write the LSEs; return the factors of O."""
         seen = (rows.place0 & SEEN, rows.place1 & SEEN)
         if cute.arch.vote_any_sync(cutlass.min(*seen) < BLOCK):
@@ -381,7 +391,7 @@ class MsaPartialSm90(EdgeKernel):
         return [4 * n + 2 * r + c for n in range(BLOCK // 8) for c in range(2)]
 
     def exponentials(
-        self, s: cute.Tensor, scale: Float32, best: Float32, r: int, *, keep: bool
+        self, s: Any, scale: Float32, best: Float32, r: int, *, keep: bool
     ) -> tuple[Float32, Float32]:
         """Return a row's LSE of scale * s and its sum of exponentials; keep these in place of s."""
         m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
@@ -396,7 +406,7 @@ class MsaPartialSm90(EdgeKernel):
             total = total + cute.arch.shuffle_sync_bfly(total, offset)
         return (m_log2 + ptx.log2(total)) * math.log(2.0), total
 
-    def pack(self, s: cute.Tensor, p: cute.Tensor) -> None:
+    def pack(self, s: Any, p: Any) -> None:
         """Round P to the operand of the next MMA: both hold a row in the same order."""
         words = cute.recast_tensor(p, Int32)
         for i in range(cute.size(words)):
@@ -434,15 +444,15 @@ class MsaPartialSm90(EdgeKernel):
         source = env.smem + first * SWIZZLE_BYTES + thread * 16
         target = env.smem + place.offset + thread * 16
         for half in range_constexpr(2):
-            words = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
-            words = [word & kept for word in words]
+            rows = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
+            words = [word & kept for word in rows]
             ptx.smem_store_v4(target, SCHEDULE.smem_offset("q") + half * HALF_BYTES, words)
         cute.arch.fence_view_async_shared()
         self.meet()
 
     @cute.jit
     def finish(
-        self, env: Env, place: Place, o: cute.Tensor, factors: tuple[Float32, Float32]
+        self, env: Env, place: Place, o: Any, factors: tuple[Float32, Float32]
     ) -> None:
         """O divided by the sum, rounded, to Q's place."""
         lane = cute.arch.lane_idx()
@@ -480,7 +490,7 @@ class MsaPartialSm90(EdgeKernel):
         """Write a tile, a box for each token that exists and 128 bytes."""
         places = self.read_places(env, tile)
         here = self.place_of(tile)
-        self.wait(env, "out_full", 0, here.phase, here.stage)
+        self.wait(env, "out_full", 0, self.phase_of(tile), here.stage)
         address = ptx.opaque(env.smem + here.offset) + SCHEDULE.smem_offset("q")
         for part in range_constexpr(self.parts):
             for j in cutlass.range(self.in_window, unroll=self.unroll):

@@ -22,6 +22,7 @@ import device_cases
 import emulation
 import test_block_topk
 import test_csr_device
+import test_msa_k1_sm90
 import test_msa_k1_sm100
 import test_msa_k2
 import test_msa_scores_sm90
@@ -34,6 +35,7 @@ from verified import SUBJECTS
 
 from sparse_atten.csr import device as csr
 from sparse_atten.csr.build import csr_of
+from sparse_atten.cute_kernels import msa_k1_sm90
 from sparse_atten.cute_kernels.common.nvrtc import Program
 from sparse_atten.scheduler import device as scheduler
 from sparse_atten.topk import plan as topk
@@ -136,6 +138,15 @@ def suites() -> dict[str, Suite]:
                 ((name, case) for name, case in test_msa_k1_sm100.QUICK.items()),
             ),
             _of_subject("msa_k1_sm100"),
+        ),
+        "msa_k1_sm90": Suite(
+            _each(
+                lambda case, schedule: test_msa_k1_sm100.check(
+                    case, [dict(schedule)], test_msa_k1_sm90.run
+                ),
+                ((case.name, case) for case in test_msa_k1_sm90.OWN),
+            ),
+            lambda: digest(test_msa_k1_sm90.compiled(msa_k1_sm90.Config(causal=True)).ptx),
         ),
         "msa_k2": Suite(
             _each(

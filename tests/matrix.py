@@ -1,10 +1,11 @@
 """Render the README's matrix of what is verified from the committed records.
 
-Usage: python tests/matrix.py          rewrites the matrix between its markers in README.md
+Usage: python tests/matrix.py          rewrites what is between its markers in README.md
 
-Records: tests/golden.json (L0, what kernels take), tests/proofs.jsonl (L1, SentryWard), the tables
-in tests/mutants, tests/emulated.jsonl (L2, the emulator), perf/results (runs on a GPU). A kernel
-has a row as soon as one of the first four knows it.
+Records of the matrix: tests/golden.json (L0, what kernels take), tests/proofs.jsonl (L1,
+SentryWard), the tables in tests/mutants, tests/emulated.jsonl (L2, the emulator), perf/results
+(runs on a GPU). A kernel has a row as soon as one of the first four knows it. tests/full.jsonl
+makes a sentence of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import full
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-BEGIN, END = "<!-- verification -->\n", "<!-- end verification -->"
 HEAD = (
     "kernel or module",
     "registers, spills, shared memory",
@@ -51,8 +53,12 @@ def main() -> None:
 
 def render(text: str) -> str:
     """Replace what stands between the markers."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + "\n".join(matrix()) + "\n" + END + rest.split(END)[1]
+    rendered = {"verification": matrix(), "test-full": [full.sentence(full.read())]}
+    for name, lines in rendered.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+        before, rest = text.split(begin)
+        text = before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1]
+    return text
 
 
 def matrix() -> list[str]:

@@ -160,6 +160,12 @@ def test_numbers(case: Case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_numbers_of_all_cases(case: Case):
+    check(case, emulation.sample())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
 def test_numbers_in_every_schedule(case: Case):
     check(case, emulation.schedules())
 

@@ -105,7 +105,7 @@ def test_plan_has_the_parameters_and_boxes_of_the_kernel():
 def test_tables_fit_the_target():
     msa_k1_sm90.SCHEDULE.check(TARGET)
     text = msa_k1_sm90.SCHEDULE.tables()
-    assert "q_empty      x9    1 arrivals  store -> load" in text
+    assert "q_empty      x8    1 arrivals  store -> load" in text
     assert "k_empty      x1   12 arrivals" in text
 
 

@@ -15,12 +15,13 @@ import emulation
 import pytest
 import torch
 from machine_code import opcodes
+from ptx_text import normalised
 from torch import Tensor
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
 
 from sparse_atten.cute_kernels import msa_k2
-from sparse_atten.cute_kernels.common.dsl import load_kernel
+from sparse_atten.cute_kernels.common.dsl import config_name, load_kernel
 from sparse_atten.cute_kernels.common.planned import PlannedLaunch
 from sparse_atten.cute_kernels.common.target import Target, target_of
 from sparse_atten.cute_kernels.msa_k2 import Config
@@ -206,10 +207,20 @@ def test_numbers(case: Case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_numbers_in_every_schedule(case: Case, arch: str):
     emulated(case, arch, emulation.schedules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", {case.config for case in CASES}, ids=config_name)
+def test_the_text_for_sm103_is_that_for_sm100(config: Config):
+    texts = [
+        normalised(msa_k2.compile_offline(config, TARGETS[arch]).ptx).replace(arch, "arch")
+        for arch in ("sm_100a", "sm_103a")
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_offsets_past_2_to_the_31():

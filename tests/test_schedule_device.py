@@ -25,9 +25,10 @@ from device_cases import (
 from emulation import SCHEDULES, emulator
 
 from sparse_atten.csr import build_k2q_csr
+from sparse_atten.csr import device as csr_device
 from sparse_atten.csr.build import csr_of
 from sparse_atten.csr.device import Tables
-from sparse_atten.scheduler import build_csr_and_schedule, build_schedule, preload
+from sparse_atten.scheduler import build_csr_and_schedule, build_schedule, device, preload
 from sparse_atten.scheduler.device import (
     MAX_GROUPS,
     SIGNATURES,
@@ -114,13 +115,13 @@ def test_emulated_schedule_with_wide_slots(name):
     check_alone(tables, splitting(tables, 16, 4), SCHEDULES[4], is_wide=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BIG)
-def test_emulated_schedule_of_a_million_rows(name):
-    tables = tables_of(name)
-    assert _split(tables.num_rows, splitting(tables, 16, 4))[0][4] > 1024
-    # What each CTA knows of all others is too much to keep: smaller tables are watched for races.
-    check_fused(tables, splitting(tables, 16, 4), {**SCHEDULES[2], "races": False})
+def test_emulated_schedule_of_groups_of_many_rows(monkeypatch):
+    """Of two groups, after three passes over digits of 4 bits: like a million rows on a GPU."""
+    monkeypatch.setattr(csr_device, "MAX_DIGIT_BITS", 4)
+    monkeypatch.setattr(device, "MAX_GROUPS", 2)
+    tables = tables_of("two_passes")
+    assert _split(tables.num_rows, splitting(tables, 16, 4))[0][4] > device.STEP_ROWS
+    check_fused(tables, splitting(tables, 16, 4), SCHEDULES[2])
     check_alone(tables, splitting(tables, 128, 4), SCHEDULES[1])
 
 

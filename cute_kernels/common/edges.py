@@ -103,10 +103,9 @@ def meta_slots(rows: int) -> int:
 
 
 class Place(NamedTuple):
-    """Where Q of a tile lies, and whose turn it is there."""
+    """Where Q of a tile lies."""
 
     stage: Int32  # 8 times the stage
-    phase: Int32  # parity of the times that the stage was filled before
     offset: Int32  # of its first row in the region, bytes
 
 
@@ -161,7 +160,12 @@ class EdgeKernel(PersistentKernel):
 
     def place_of(self, tile: Int32) -> Place:
         """Return where Q of a tile lies: two stages that take turns."""
-        return Place((tile & 1) * 8, (tile >> 1) & 1, (tile & 1) * TILE_BYTES)
+        stage = (tile & 1) * 8
+        return Place(stage, stage * (TILE_BYTES // 8))
+
+    def phase_of(self, tile: Int32) -> Int32:
+        """Return the parity of the times that a tile's stage was filled before."""
+        return (tile >> 1) & 1
 
     @cute.jit
     def scheduler(self, env: Env) -> None:
@@ -407,7 +411,7 @@ class EdgeKernel(PersistentKernel):
         place = self.place_of(tile)
         full = self.barrier(env, "q_full", 0, place.stage)
         if const_expr(part == 0):
-            self.wait(env, "q_empty", 0, place.phase ^ 1, place.stage)
+            self.wait(env, "q_empty", 0, self.phase_of(tile) ^ 1, place.stage)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows * 2 * SWIZZLE_BYTES)
         address = ptx.opaque(env.smem + place.offset)
@@ -434,7 +438,8 @@ class EdgeKernel(PersistentKernel):
 
     def meta_slot(self, tile: Int32) -> tuple[Int32, Int32]:
         """Return 8 times the slot of a tile's metadata, and the parity of its turn there."""
-        return (tile & (self.meta_slots - 1)) * 8, (tile // self.meta_slots) & 1
+        shift = self.meta_slots.bit_length() - 1
+        return (tile & (self.meta_slots - 1)) * 8, (tile >> shift) & 1
 
     def wait_meta(self, env: Env, tile: Int32) -> None:
         """Wait for what is known of a tile."""
@@ -443,7 +448,7 @@ class EdgeKernel(PersistentKernel):
 
     def read_most_seen(self, env: Env, tile: Int32) -> Int32:
         """Return the most keys that a row of a tile sees. Its metadata have been waited for."""
-        address = env.smem + (self.meta_slot(tile)[0] >> 1)
+        address = env.smem + (tile & (self.meta_slots - 1)) * 4
         return ptx.smem_load(address, self.schedule.smem_offset("most_seen"), Int32)
 
     def release_meta(self, env: Env, tile: Int32) -> None:
