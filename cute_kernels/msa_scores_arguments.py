@@ -42,6 +42,7 @@ class Arguments:
     seqused_k: View
     page_table: View
     scores: View  # float32 [Hidx, n, num_tokens]: strides of head, block
+    bounds: Any  # address of int32 [2, num_tokens], contiguous; 0 for none
     batch: int
     num_queries: int  # Tq
     key_rows: int
@@ -87,17 +88,19 @@ class Arguments:
     def at(self, addresses: Sequence[Any]) -> Arguments:
         """Return the call at other addresses, in the order of the fields that hold them."""
         names = ("q", "k", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "scores")
+        *places, bounds = addresses
         moved = {
             name: replace(getattr(self, name), address=address)
-            for name, address in zip(names, addresses, strict=True)
+            for name, address in zip(names, places, strict=True)
         }
-        return replace(self, **moved)
+        return replace(self, **moved, bounds=bounds)
 
     def kernel_parameters(self, dtype: str) -> tuple[Any, ...]:
         """Return the parameters of the kernel, in order; None is the extents of a TMA tensor."""
         return (
             *(x for tensor_map in self._maps(dtype) for x in (tensor_map, None)),
             *(view.address for view in self.views),
+            self.bounds,
             *(stride for view in self.views for stride in view.strides),
             *self.scalars,
             self.scale,
@@ -125,6 +128,7 @@ NO_ARGUMENTS = Arguments(
     seqused_k=View(0, (0,)),
     page_table=View(0, (0, 0)),
     scores=View(0, (0, 0)),
+    bounds=0,
     batch=1,
     num_queries=1,
     key_rows=1,
@@ -150,6 +154,7 @@ def arguments_of(
     causal: bool,
     scale: float,
     first_token: int = 0,
+    bounds: Tensor | None = None,
 ) -> Arguments:
     """Take a validated call apart.
 
@@ -164,6 +169,9 @@ def arguments_of(
         The output, of `chunk` query tokens from `first_token`; tokens are adjacent in memory.
     selection : TokenSelection
         Lengths, page table and layout; its `q2k_indices` are not read.
+    bounds : Tensor, int32 [2, chunk], contiguous, optional
+        For each token of a sequence, the number of blocks up to the last one that it sees, and the
+        block of its position.
     """
     pages = selection.page_table
     paged = pages is not None
@@ -180,6 +188,7 @@ def arguments_of(
         seqused_k=_table(selection.seqused_k, 1),
         page_table=_table(pages, 2),
         scores=View(scores.data_ptr(), scores.stride()[:2]),
+        bounds=0 if bounds is None else bounds.data_ptr(),
         batch=selection.cu_seqlens_q.shape[0] - 1,
         num_queries=q_idx.shape[0],
         key_rows=k_idx.shape[row],
@@ -192,7 +201,7 @@ def arguments_of(
         causal=int(causal),
         scale=scale,
         head_dim=q_idx.shape[2],
-        tensors=(q_idx, k_idx, scores, selection),
+        tensors=(q_idx, k_idx, scores, bounds, selection),
     )
 
 

@@ -8,6 +8,8 @@ are bf16 or fp16, d = 64 or 128; G = Hidx / Hk. M is float32 [Hidx, n, C] for C 
 where the token sees no key of the block. The rest of M is left as it is: a token has no key there.
 NaN where a token sees a key whose score is NaN; keys that it does not see have no effect. A page id
 outside the pool stands for a block without keys. Offsets and lengths are clamped to the tensors.
+With `bounds` the kernel also writes what a top-k needs of each token of a sequence: the number of
+blocks up to the last one that it sees, and the block that holds its position.
 
 Work. A round is a tile of 256 queries of one head and one KV block. Rounds are in order of
 sequence, query tile, head and block; each CTA does an equal run of them, so that a causal triangle,
@@ -87,7 +89,7 @@ SCHEDULE = Schedule(
         Role("consumer0", 0, 4, 232),
         Role("consumer1", 4, 4, 232),
         Role("load", 8, 1, 40),
-        Role("idle", 9, 3, 40),
+        Role("bound", 9, 3, 40),
     ),
     barriers=(
         Barrier("q_full", 1, once("load"), CONSUMERS, "a segment and its Q are there"),
@@ -141,6 +143,7 @@ class Tables(NamedTuple):
     seqused_k: cute.Pointer  # int32 [B]; may be null for flat keys
     page_table: cute.Pointer  # int32 [B, pages]; null for flat keys
     scores: cute.Pointer  # float32 [Hidx, n, C]
+    bounds: cute.Pointer  # int32 [2, C]; may be null
     cu_seqlens_q_stride: Int64
     cu_seqlens_k_stride: Int64
     seqused_k_stride: Int64
@@ -164,7 +167,7 @@ class QueryTile(NamedTuple):
 
     token: Int32  # first query, from `first_token`
     rows: Int32  # queries
-    first: Int32  # position of the first query; after all keys if every query sees them all
+    first: Int32  # position of the first query
     sequence: Int32
     keys: Int32  # of the sequence
     blocks: Int32  # that some query sees; 0: no work
@@ -175,7 +178,7 @@ class Segment(NamedTuple):
 
     token: Int32
     rows: Int32
-    first: Int32
+    first: Int32  # position of the first query; after all keys if every query sees them all
     head: Int32
     block: Int32  # first
     rounds: Int32
@@ -250,6 +253,8 @@ class BlockScoresSm90(PersistentKernel):
             cute.arch.setmaxregister_decrease(SCHEDULE.role("load").registers)
             if warp == SCHEDULE.role("load").first:
                 self.load(env)
+            else:
+                self.bound(tables, warp)
 
     # ---- load ----------------------------------------------------------------------------------
 
@@ -274,7 +279,10 @@ class BlockScoresSm90(PersistentKernel):
                 head = (cursor - start) // tile.blocks
                 block = cursor - start - head * tile.blocks
                 count = cutlass.min(tile.blocks - block, end - cursor)
-                segment = Segment(tile.token, tile.rows, tile.first, head, block, count)
+                first = tile.first
+                if tables.causal == 0:
+                    first = tile.keys
+                segment = Segment(tile.token, tile.rows, first, head, block, count)
                 self.open_segment(env, segment, phase)
                 phase ^= 1
                 cursor += count
@@ -290,10 +298,14 @@ class BlockScoresSm90(PersistentKernel):
     def count_rounds(self, tables: Tables) -> Int32:
         """Count the rounds of all query tiles and heads. A warp."""
         rounds, slot = Int32(0), cute.arch.lane_idx()
-        while slot < tables.num_tokens // QUERIES + tables.batch:
+        while slot < self.num_slots(tables):
             rounds += self.tile_of(tables, slot).blocks * tables.num_heads
             slot += WARP
         return cute.arch.warp_reduction_sum(rounds)
+
+    def num_slots(self, tables: Tables) -> Int32:
+        """Count the slots that may hold a query tile."""
+        return tables.num_tokens // QUERIES + tables.batch
 
     @cute.jit
     def sum_through(self, value: Int32) -> Int32:
@@ -327,15 +339,18 @@ class BlockScoresSm90(PersistentKernel):
             rows = clamp(cutlass.min(q_end, last_token) - token, 0, QUERIES)
         keys = self.count_keys(tables, sequence)
         first = token - q_start + keys - (q_end - q_start)
-        seen = keys
-        if tables.causal != 0:
-            seen = clamp(first + rows, 0, keys)
-        else:
-            first = keys
         blocks = Int32(0)
         if rows > 0:
-            blocks = cutlass.min((seen + (BLOCK - 1)) // BLOCK, tables.num_blocks)
+            blocks = self.count_blocks(tables, first + rows - 1, keys)
         return QueryTile(token - tables.first_token, rows, first, sequence, keys, blocks)
+
+    @cute.jit
+    def count_blocks(self, tables: Tables, position: Int32, keys: Int32) -> Int32:
+        """Count the blocks up to the last one that a query sees."""
+        seen = keys
+        if tables.causal != 0:
+            seen = clamp(position + 1, 0, keys)
+        return cutlass.min((seen + (BLOCK - 1)) // BLOCK, tables.num_blocks)
 
     def slot_of(self, tables: Tables, sequence: Int32) -> Int32:
         """Return the slot of a sequence's first query tile."""
@@ -415,6 +430,22 @@ class BlockScoresSm90(PersistentKernel):
         start = SCHEDULE.smem_offset(region) + offset
         return tiles.tile_at(env.base, start, self.dtype, self.head_dim)
 
+    @cute.jit
+    def bound(self, tables: Tables, warp: Int32) -> None:
+        """Write how many blocks each query may choose from, and its local block."""
+        role, lane = SCHEDULE.role("bound"), cute.arch.lane_idx()
+        slot = cute.arch.block_idx()[0] * role.warps + warp - role.first
+        while (slot < self.num_slots(tables)) & (tables.bounds.toint() != 0):
+            tile = self.tile_of(tables, slot)
+            row = lane
+            while row < tile.rows:
+                position = tile.first + row
+                place = tables.bounds + (tile.token + row)
+                cute.arch.store(place, self.count_blocks(tables, position, tile.keys))
+                cute.arch.store(place + tables.num_tokens, position >> BLOCK.bit_length() - 1)
+                row += WARP
+            slot += cute.arch.grid_dim()[0] * role.warps
+
     # ---- consumers -----------------------------------------------------------------------------
 
     @cute.jit
@@ -465,7 +496,10 @@ class BlockScoresSm90(PersistentKernel):
 
     @cute.jit
     def run(self, env: Env, group: Int32, fragments: tuple, segment: Segment, ring: Ring) -> Ring:
-        """Work off a segment: MMAs of one half under the maxima of the other."""
+        """Work off a segment: MMAs of one half under the maxima of the other.
+
+        Without a barrier ptxas moves the maxima of the first half behind the wait for the second.
+        """
         (q0, q1), (s0, s1) = fragments
         row0, row1 = (self.row_of(env, group, half, segment) for half in range(2))
         self.wait(env, "k_full", 0, ring.phase, ring.slot)
@@ -474,6 +508,7 @@ class BlockScoresSm90(PersistentKernel):
         self.issue(env, q1, ring, s1)
         warpgroup.wait_group(1)
         row0 = self.store_maxima(env, s0, keys, row0)
+        cute.arch.sync_warp()
         warpgroup.wait_group(0)
         self.release(env, "k_empty", ring.slot)
         ring = tiles.advance(ring, K_SLOTS)
@@ -516,7 +551,8 @@ class BlockScoresSm90(PersistentKernel):
         return ptx.smem_load(env.smem + ring.slot, SCHEDULE.smem_offset("keys"), Int32)
 
     def release(self, env: Env, name: str, offset: Int32 | None = None) -> None:
-        """Give a slot back."""
+        """Give a slot back; whichever lane does it, all have read it."""
+        cute.arch.sync_warp()
         with cute.arch.elect_one():
             self.arrive(env, name, 0, offset)
 
@@ -575,6 +611,7 @@ def compile_kernel(config: Config, options: str = "") -> Any:
         [
             *(pointer(Int32) for _ in strides[:-1]),
             pointer(Float32),
+            pointer(Int32),
             *(x[0] if len(x) == 1 else x for x in strides),
             *(Int32(x) for x in arguments.scalars),
             Float32(arguments.scale),

@@ -21,6 +21,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the k
 from machine_code import assert_describes, assert_fits, opcodes
 
 from sparse_atten.cute_kernels import msa_scores_sm90 as kernel
+from sparse_atten.cute_kernels.common.memo import Memo
 from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.msa_scores_arguments import (
     MAX_ROUNDS,
@@ -34,6 +35,7 @@ from sparse_atten.msa.scores import blank_selection, scorer_of
 TARGET = Target("sm_90a", 132)
 BLOCK, TILE = 128, 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PADDING = -9
 UNTOUCHED = -77.5  # no score of the cases is a fraction like this
 
 
@@ -161,7 +163,7 @@ def into_pages(case: Case, k: torch.Tensor, fields: dict) -> tuple[torch.Tensor,
     for b, count in enumerate(blocks):
         for j in range(count):
             if case.bad_pages and j % 2:
-                table[b, j] = (-5, len(order))[j % 4 // 2]
+                table[b, j] = (-5, pool.shape[0])[j % 4 // 2]
                 missing[b].append(j)
                 continue
             page = table[b, j] = order.pop()
@@ -198,6 +200,21 @@ def definition(case: Case, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return scores, seen
 
 
+def bounds_of(case: Case, call: Call) -> torch.Tensor:
+    """Return blocks up to the last one that a token sees, and the block of its position.
+
+    Padding is `PADDING`.
+    """
+    num_blocks = -(-call.fields["max_seqlen_k"] // BLOCK)
+    bounds = torch.full((2, call.q.shape[0]), PADDING, dtype=torch.int32)
+    for (start, stop), num_k in zip(pairwise(offsets(case.q).tolist()), call.lengths, strict=True):
+        for token in range(start, stop):
+            position = num_k - (stop - token)
+            seen = max(0, min(position + 1, num_k)) if case.causal else num_k
+            bounds[:, token] = int32([min(-(-seen // BLOCK), num_blocks), position // BLOCK])
+    return bounds
+
+
 def count_rounds(case: Case, call: Call, window: tuple[int, int]) -> int:
     """Count query tiles times blocks that some query of the tile may see."""
     rounds, first = 0, window[0]
@@ -223,7 +240,9 @@ def compiled(config: kernel.Config) -> Any:
     return kernel.compile_offline(config, TARGET)
 
 
-def plan_of(case: Case, call: Call, scores: torch.Tensor) -> Any:
+def plan_of(
+    case: Case, call: Call, scores: torch.Tensor, bounds: torch.Tensor | None = None
+) -> Any:
     selection = blank_selection(call.q, call.q.shape[1], call.q.shape[0], call.fields)
     arguments = arguments_of(
         call.q,
@@ -233,6 +252,7 @@ def plan_of(case: Case, call: Call, scores: torch.Tensor) -> Any:
         causal=case.causal,
         scale=call.scale,
         first_token=window_of(case, call)[0],
+        bounds=bounds,
     )
     return kernel.launch_plan(config_for(case), Target("sm_90a", case.num_sms), arguments)
 
@@ -246,13 +266,15 @@ def check(case: Case, schedules: list) -> None:
     for schedule in schedules:
         memory = torch.full((*exact.shape[:2], count + 5), UNTOUCHED)
         scores = memory[..., 2:-3]
+        bounds = torch.full((2, count), PADDING, dtype=torch.int32)
         stats = emulation.run(
-            compiled(config_for(case)).ptx, plan_of(case, call, scores), **schedule
+            compiled(config_for(case)).ptx, plan_of(case, call, scores, bounds), **schedule
         )
         assert stats["warnings"] == []
         mmas = 4 * case.dim // 16 * count_rounds(case, call, (first, count))
         assert stats["mma"] == mmas, "an MMA was issued for nothing, or left out"
         assert_agree(scores, exact, seen, exactly=case.inputs != "normal")
+        assert torch.equal(bounds, bounds_of(case, call)[:, first : first + count])
         unseen = scores[~seen]
         assert bool(((unseen == UNTOUCHED) | (unseen == -math.inf)).all())
         assert bool((memory[..., :2] == UNTOUCHED).all())
@@ -371,21 +393,27 @@ def test_offsets_of_any_value_are_safe(values: tuple[int, ...]):
     call = make_call(case)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         call.fields[name].copy_(int32(values))
-    scores = torch.empty(1, 1, 60)
-    plan = plan_of(case, call, scores)
+    scores, bounds = torch.empty(1, 1, 60), torch.empty(2, 60, dtype=torch.int32)
+    plan = plan_of(case, call, scores, bounds)
     assert emulation.run(compiled(config_for(case)).ptx, plan)["warnings"] == []
 
 
 class Fake:
     """Stands in for the kernel: NaN stands where that writes nothing."""
 
-    def __init__(self, scores: torch.Tensor) -> None:
+    def __init__(self, scores: torch.Tensor, bounds: torch.Tensor) -> None:
         self.scores = scores.masked_fill(scores == -math.inf, math.nan)
+        self.bounds = bounds
         self.chunks: list[tuple[int, int]] = []
 
-    def __call__(self, _: Any, scores: torch.Tensor, first_token: int) -> None:
-        """Write the scores of a chunk."""
-        scores.copy_(self.scores[..., first_token : first_token + scores.shape[2]])
+    def __call__(
+        self, _: Any, scores: torch.Tensor, first_token: int, bounds: torch.Tensor
+    ) -> None:
+        """Write the scores and the bounds of a chunk."""
+        chunk = slice(first_token, first_token + scores.shape[2])
+        scores.copy_(self.scores[..., chunk])
+        written = self.bounds[:, chunk]
+        bounds.copy_(torch.where(written == PADDING, bounds, written))
         self.chunks.append((first_token, scores.shape[2]))
 
 
@@ -394,13 +422,13 @@ def test_chunks_of_queries_follow_the_workspace(monkeypatch, budget: int | None)
     case = BY_NAME["ragged batch"]
     call = make_call(case)
     wanted = index_branch(call.q, call.k, topk=2, **call.fields)
-    fake = Fake(block_max_scores(call.q, call.k, **call.fields))
+    fake = Fake(block_max_scores(call.q, call.k, **call.fields), bounds_of(case, call))
     monkeypatch.setattr("sparse_atten.msa.select.can_score", lambda _: True)
     monkeypatch.setattr("sparse_atten.msa.select.score_tokens", fake)
     found = index_branch(call.q, call.k, topk=2, max_workspace_bytes=budget, **call.fields)
     assert torch.equal(found.q2k_indices, wanted.q2k_indices)
     num_queries = call.q.shape[0]
-    step = {1: 1, 10_000: 10_000 // (4 * 2 * (3 + 2 + 1) + 128)}.get(budget or 0, num_queries)
+    step = {1: 1, 10_000: 10_000 // (4 * 2 * (3 + 2 + 2) + 16)}.get(budget or 0, num_queries)
     assert fake.chunks == [
         (start, min(step, num_queries - start)) for start in range(0, num_queries, step)
     ]
@@ -431,7 +459,7 @@ def test_numbers_on_a_gpu(monkeypatch, case: Case):
     launched = []
     original = kernel.launch_plan
     monkeypatch.setattr(kernel, "launch_plan", lambda *x: launched.append(x) or original(*x))
-    monkeypatch.setattr("sparse_atten.msa.index_device._launches", type(_memo())())
+    monkeypatch.setattr("sparse_atten.msa.index_device._launches", Memo())
     first = None
     for _ in range(3):
         scores = block_max_scores(q, k, causal=case.causal, **fields)
@@ -441,12 +469,11 @@ def test_numbers_on_a_gpu(monkeypatch, case: Case):
         first = bits if first is None else first
         assert torch.equal(bits, first)
     assert len(launched) == 1
-
-
-def _memo() -> Any:
-    from sparse_atten.msa import index_device
-
-    return index_device._launches
+    choice = {"topk": 2, "causal": case.causal, **fields}
+    wanted = select_blocks(scores, **choice).q2k_indices
+    for budget in (None, 4000):
+        found = index_branch(q, k, max_workspace_bytes=budget, **choice).q2k_indices
+        assert torch.equal(found, wanted)
 
 
 def random_index(tokens: int, *, heads: int = 4, dim: int = 128, seed: int = 0) -> tuple:

@@ -52,11 +52,13 @@ def can_score(scorer: BlockScorer) -> bool:
 
 def tokens_at_once(scorer: BlockScorer) -> int:
     """Return how many query tokens a launch can score; 0 where there is nothing to score."""
-    blocks, batch = scorer.num_blocks, scorer.sequences.q_start.shape[0]
+    blocks, batch = scorer.num_blocks, scorer.selection.cu_seqlens_q.shape[0] - 1
     return most_tokens(batch, scorer.q.shape[1], blocks) if blocks and batch else 0
 
 
-def score_tokens(scorer: BlockScorer, scores: Tensor, first_token: int) -> None:
+def score_tokens(
+    scorer: BlockScorer, scores: Tensor, first_token: int, bounds: Tensor | None = None
+) -> None:
     """Score some query tokens on the current stream of q's device.
 
     Parameters
@@ -66,18 +68,25 @@ def score_tokens(scorer: BlockScorer, scores: Tensor, first_token: int) -> None:
     scores : Tensor, float32 [Hidx, n, C]
         The output, for C tokens from `first_token`; tokens are adjacent in memory. What it holds
         stays where a token sees no key of a block, or becomes -inf.
+    first_token : int
+        Of the C tokens.
+    bounds : Tensor, int32 [2, C], contiguous, optional
+        Another output: for each token of a sequence, the number of blocks up to the last one that
+        it sees, and the block of its position. Padding keeps what it holds.
     """
     q, k, selection = scorer.q, scorer.k, scorer.selection
     lengths = selection.cu_seqlens_q, selection.cu_seqlens_k, selection.seqused_k
-    tensors = (q, k, *lengths, selection.page_table, scores)
+    tensors = (q, k, *lengths, selection.page_table, scores, bounds)
     key = key_of(*tensors, selection.kv_layout, scorer.causal, scorer.scale, first_token)
     launch = _launches.find(key)
     if launch is None:
-        launch = _launches.keep(key, _laid_out(scorer, scores, first_token))
+        launch = _launches.keep(key, _laid_out(scorer, scores, first_token, bounds))
     launch(*[0 if x is None else x.data_ptr() for x in tensors])
 
 
-def _laid_out(scorer: BlockScorer, scores: Tensor, first_token: int) -> Callable[..., None]:
+def _laid_out(
+    scorer: BlockScorer, scores: Tensor, first_token: int, bounds: Tensor | None
+) -> Callable[..., None]:
     from sparse_atten.cute_kernels.msa_scores_sm90 import Config
 
     arguments = arguments_of(
@@ -88,8 +97,9 @@ def _laid_out(scorer: BlockScorer, scores: Tensor, first_token: int) -> Callable
         causal=scorer.causal,
         scale=scorer.scale,
         first_token=first_token,
+        bounds=bounds,
     )
     device = scorer.q.device
     config = Config(dtype=DTYPES[scorer.q.dtype], head_dim=scorer.q.shape[2])
-    places = [Address(number) for number in range(7)]
+    places = [Address(number) for number in range(8)]
     return planned(_KERNEL, config, device_target(scorer.q), device, arguments.at(places))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -118,10 +119,14 @@ class BlockScorer:
     q: Tensor  # [Tq, Hidx, d]
     k: Tensor  # [Tk, Hk, d] or a pool
     selection: TokenSelection  # without ids
-    sequences: Sequences
     causal: bool
     scale: float
     max_bytes: int
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """Where the sequences lie."""
+        return sequences_of(self.selection, self.k.shape[0])
 
     @property
     def num_blocks(self) -> int:
@@ -268,7 +273,6 @@ def scorer_of(
         q_idx.detach(),
         k_idx.detach(),
         selection,
-        sequences_of(selection, k_idx.shape[0]),
         causal=causal,
         scale=float(scale),
         max_bytes=workspace_bytes(q_idx, max_workspace_bytes),

@@ -26,8 +26,6 @@ from sparse_atten.sequences import sequences_of
 from sparse_atten.topk import block_topk
 from sparse_atten.topk.reference import MAX_K
 
-_TOKEN_BYTES = 128  # of a query token: positions, limits, counts
-
 
 def select_blocks(
     scores: Tensor,
@@ -154,22 +152,26 @@ def _choose_by_kernel(scorer: BlockScorer, *, topk: int, num_sink_blocks: int) -
     """Ids int32 [Hidx, Tq, K], for as many tokens at a time as the workspace has room for."""
     num_queries, num_heads, _ = scorer.q.shape
     num_blocks = scorer.num_blocks
-    token_bytes = 4 * num_heads * (num_blocks + topk + 1) + _TOKEN_BYTES
+    # Scores; ids and counts; the bounds and counts of one more chunk until they are replaced.
+    token_bytes = 4 * num_heads * (num_blocks + topk + 2) + 16
     step = max(1, min(num_queries, tokens_at_once(scorer), scorer.max_bytes // token_bytes))
     if QUERIES < step < num_queries:
         step -= step % QUERIES
     memory = scorer.q.new_empty(num_heads * num_blocks * step, dtype=torch.float32)
     ids = scorer.q.new_empty((num_heads, num_queries, topk), dtype=torch.int32)
-    choice = {"topk": topk, "num_sink_blocks": num_sink_blocks}
     for start in range(0, num_queries, step):
         count = min(step, num_queries - start)
         # Where a token sees no key of a block, there may be anything: no such block is a candidate.
         scores = memory[: num_heads * num_blocks * count].view(num_heads, num_blocks, count)
-        score_tokens(scorer, scores, start)
-        position, num_keys = scorer.sequences.align_queries(count, start)
-        limit = last_seen(position, num_keys, scorer.causal)
-        ids[:, start : start + count] = _choose(
-            scores, position, limit, block_size=scorer.selection.block_size, **choice
+        bounds = scorer.q.new_zeros((2, count), dtype=torch.int32)
+        score_tokens(scorer, scores, start, bounds)
+        ids[:, start : start + count], _ = block_topk(
+            scores,
+            topk,
+            dim=1,
+            valid_counts=bounds[0],
+            local_blocks=bounds[1],
+            first_blocks=num_sink_blocks,
         )
     return ids
 
