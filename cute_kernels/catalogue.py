@@ -12,7 +12,14 @@ from typing import Any
 from sparse_atten.cute_kernels.common.dsl import config_name
 from sparse_atten.cute_kernels.common.target import Target
 
-KERNELS = ("vsa_sm100", "vsa_sm90", "msa_k1_sm100", "msa_k2")
+KERNELS = (
+    "vsa_sm100",
+    "vsa_sm90",
+    "msa_k1_sm100",
+    "msa_k1_sm90",
+    "msa_k2",
+    "msa_scores_sm90",
+)
 
 
 @dataclass(frozen=True)

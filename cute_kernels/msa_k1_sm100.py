@@ -63,13 +63,15 @@ from sparse_atten.cute_kernels.common import offline, persistent, ptx, softmax, 
 from sparse_atten.cute_kernels.common.edges import (
     ITEM_BYTES,
     META_BYTES,
-    META_SLOTS,
+    MMA_K,
     SEEN,
     TILE_ROWS,
     WINDOW,
     EdgeKernel,
     Item,
     Tables,
+    meta_slots,
+    tail_start,
 )
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
 from sparse_atten.cute_kernels.common.persistent import Env
@@ -93,7 +95,7 @@ from sparse_atten.cute_kernels.msa_arguments import (
 from sparse_atten.cute_kernels.msa_host import host_values, make_maps
 
 STAGES = 2
-MMA_K = 16
+META_SLOTS = meta_slots(TILE_ROWS)
 TAIL_BYTES = MMA_K * HEAD_DIM * 2
 
 SOFTMAX = ("softmax0", "softmax1")  # of the two stages: alike, so that arrivals name the first
@@ -138,7 +140,7 @@ SCHEDULE = Schedule(
         Region("v", TILE_BYTES),
         Region("out", STAGES * TILE_BYTES),
         Region("tail", STAGES * TAIL_BYTES),
-        Region("meta", META_SLOTS * META_BYTES),
+        Region("meta", META_BYTES),
         Region("most_seen", META_SLOTS * 4),
         Region("sum", STAGES * TILE_ROWS * 4),
         Region("items", persistent.ITEM_SLOTS * ITEM_BYTES),
@@ -213,8 +215,13 @@ class MsaPartialSm100(EdgeKernel):
     """The kernel: one method for each role, in the order of the data flow."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(SCHEDULE, config)
-        self.out_dtype = config.dtypes[1]
+        super().__init__(
+            SCHEDULE,
+            config,
+            rows=TILE_ROWS,
+            persistent=config.persistent,
+            shuffled_maximum=config.shuffled_maximum,
+        )
         self.pieces = 2 if config.fp32_partials else 1  # of a tile of O
 
     @cute.jit
@@ -443,7 +450,7 @@ class MsaPartialSm100(EdgeKernel):
 
     def read_place(self, env: Env, tile: Int32) -> tuple[Int32, Int32]:
         """Return what is known of the token of this thread's row."""
-        address = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
+        address = env.smem + self.meta_slot(tile)[0] * TILE_ROWS
         address += self.row() // self.group * 8
         offset = SCHEDULE.smem_offset("meta")
         return ptx.smem_load(address, offset, Int32), ptx.smem_load(address, offset + 4, Int32)
@@ -564,14 +571,7 @@ class MsaPartialSm100(EdgeKernel):
     @cute.jit
     def store_tile(self, env: Env, tile: Int32, kv_head: Int32) -> None:
         """Write a tile, a box for each token that exists and 128 bytes."""
-        self.wait_meta(env, tile)
-        places = []
-        here = env.smem + (tile & (META_SLOTS - 1)) * META_BYTES
-        here += (cute.arch.lane_idx() & (self.in_window - 1)) * 8
-        for part in range_constexpr(self.parts):
-            offset = SCHEDULE.smem_offset("meta") + part * WINDOW * 8
-            places.append([ptx.smem_load(here, offset + word, Int32) for word in (0, 4)])
-        self.release_meta(env, tile)
+        places = self.read_places(env, tile)
         for number in range_constexpr(self.pieces):
             piece = tile * self.pieces + number
             slot = (piece & 1) * 8
@@ -586,21 +586,6 @@ class MsaPartialSm100(EdgeKernel):
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 self.arrive(env, "out_empty", 0, slot)
-
-    @cute.jit
-    def store_token(self, env: Env, rows: Int32, place: tuple) -> None:
-        """Write a token's rows of a piece, unless it is negative; KV head, piece, token, slot."""
-        kv_head, number, token, partial = place
-        if token >= 0:
-            with cute.arch.elect_one():
-                for half in range_constexpr(2):
-                    box = tiles.box_at(rows + half * HALF_BYTES, self.group, self.out_dtype)
-                    self.copy_box(env, 3, box, (kv_head, number * 2 + half, token, partial))
-
-
-def tail_start(most: Int32) -> Int32:
-    """Return the first of the 16 keys that PV ends with, if the tile sees `most` < 128 keys."""
-    return (cutlass.max(most, 1) - 1) & ~(MMA_K - 1)
 
 
 def compile_kernel(config: Config, options: str = "") -> Any:

@@ -349,9 +349,8 @@ def launch_plan(config: Config, target: Target, arguments: Arguments) -> LaunchP
     )
 
 
-# What a call can ask for: the kernel that writes the partials runs on Blackwell alone.
-ARCHITECTURES = ("sm_100a", "sm_103a")
-SHIPPED = tuple(
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+SHIPPED = tuple(  # what a call can ask for
     config_for(width, partial=dtype, out=dtype, temperature=temperature, programmatic=True)
     for dtype in ("bf16", "fp16")
     for temperature in (False, True)

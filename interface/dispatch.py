@@ -80,7 +80,7 @@ class Backend:
         ]
         if problem.needs_grad and not self.differentiable:
             found.append("gradients (forward only)")
-        if not found and self.package is not None and not _is_installed(self.package):
+        if not found and self.package is not None and not is_installed(self.package):
             found.append(f"the package {self.package}, which is not installed")
         return found
 
@@ -97,7 +97,8 @@ def load(name: str) -> Callable:
 
 
 @cache
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
     return find_spec(package) is not None
 
 
@@ -125,25 +126,27 @@ _BLOCKS = Backend(
     preload="sparse_atten.vsa.device:preload",
     report="sparse_atten.vsa.device:report",
 )
+_TOKENS = Backend(
+    name="sm100",
+    entry="sparse_atten.msa.device:attention",
+    granularities=("token",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=(128,),
+    block_sizes=(128,),
+    group_sizes=(1, 2, 4, 8, 16),
+    capabilities=((10, 0), (10, 3)),
+    takes_prepared=True,
+    package="cutlass",
+    preload="sparse_atten.msa.device:preload",
+    report="sparse_atten.msa.report:report",
+)
 
 # In order of preference for backend="auto".
 BACKENDS = (
     _BLOCKS,
-    Backend(
-        name="sm100",
-        entry="sparse_atten.msa.device:attention",
-        granularities=("token",),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dims=(128,),
-        block_sizes=(128,),
-        group_sizes=(1, 2, 4, 8, 16),
-        capabilities=((10, 0), (10, 3)),
-        takes_prepared=True,
-        package="cutlass",
-        preload="sparse_atten.msa.device:preload",
-        report="sparse_atten.msa.report:report",
-    ),
+    _TOKENS,
     replace(_BLOCKS, name="sm90", capabilities=((9, 0),)),
+    replace(_TOKENS, name="sm90", capabilities=((9, 0),)),
     Backend(
         name="reference",
         entry="sparse_atten.reference:reference_attention",

@@ -27,23 +27,25 @@ class Sequences:
     k_start: Tensor
     k_length: Tensor
 
-    def owners(self, num_queries: int) -> Tensor:
-        """Find the sequence of each query token, int64 [Tq]; padding belongs to sequence B."""
-        token = torch.arange(num_queries, device=self.q_start.device)
+    def owners(self, num_queries: int, first_token: int = 0) -> Tensor:
+        """Find the sequence of so many query tokens, int64; padding belongs to sequence B."""
+        end = first_token + num_queries
+        token = torch.arange(first_token, end, device=self.q_start.device)
         owner = torch.searchsorted(self.q_start + self.q_length, token, right=True)
         # Offsets that do not start at 0 leave tokens before the first sequence.
-        first = self.q_start[:1] if self.q_start.shape[0] else num_queries
+        first = self.q_start[:1] if self.q_start.shape[0] else end
         return owner.masked_fill(token < first, self.q_start.shape[0])
 
-    def align_queries(self, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Find the position of each query token, and the number of keys of its sequence.
+    def align_queries(self, num_queries: int, first_token: int = 0) -> tuple[Tensor, Tensor]:
+        """Find the position of so many query tokens, and the numbers of keys of their sequences.
 
         Positions count keys, and the last query of a sequence is aligned with its last key
         (bottom-right): a query before the first key has a negative position. Padding tokens have
-        position -1 and no keys. Both are int64 [Tq].
+        position -1 and no keys. Both are int64 [num_queries].
         """
-        token = torch.arange(num_queries, device=self.q_start.device)
-        owner = self.owners(num_queries)
+        end = first_token + num_queries
+        token = torch.arange(first_token, end, device=self.q_start.device)
+        owner = self.owners(num_queries, first_token)
         shifts, lengths = (
             torch.nn.functional.pad(x, (0, 1))  # sequence B has no keys
             for x in (self.k_length - self.q_length - self.q_start, self.k_length)

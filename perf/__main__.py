@@ -20,7 +20,7 @@ import torch
 from perf.revision import git_revision
 from perf.rows import RowWriter, common_fields
 
-CASES = ("vsa", "video", "topk", "csr", "k2")
+CASES = ("vsa", "video", "msa", "topk", "csr", "k2")
 
 
 def main(argv: list[str]) -> None:

@@ -68,9 +68,9 @@ def judge(
         some = (q[batch, head, rows], k[batch, head // group], v[batch, head // group])
         seen = seen.expand(some[0].shape[0], -1)
         exact = attend_densely(*(x[None, None] for x in (*some, seen)), options).out[0, 0]
-        rounded, slack = _untiled(*some, seen[0] > 0, options.softmax_scale)
-        worst = _larger(worst, _distance(out[batch, head, rows], exact))
-        rounded_worst = _larger(rounded_worst, _distance(rounded, exact))
+        rounded, slack = untiled(*some, seen[0] > 0, options.softmax_scale)
+        worst = larger(worst, distance(out[batch, head, rows], exact))
+        rounded_worst = larger(rounded_worst, distance(rounded, exact))
         allowance = max(allowance, slack)
         num_queries += seen.shape[0]
     return Verdict(worst, 2 * rounded_worst + 1e-5 + 1e-6 * allowance, num_queries)
@@ -117,9 +117,7 @@ def _seen_keys(selection: BlockSelection, row: tuple[int, int, int], num_keys: i
     return (valid & kept[:, None]).flatten()[:num_keys].double()
 
 
-def _untiled(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
-) -> tuple[Tensor, float]:
+def untiled(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, float]:
     """Attend in float32 with P and the output in q's dtype; also max |score| * max |V|."""
     keys, values = k[visible].float(), v[visible].float()
     scores = scale * (q.float() @ keys.T)
@@ -129,10 +127,11 @@ def _untiled(
     return (weights @ values).to(q.dtype), float(scores.abs().max() * values.abs().max())
 
 
-def _distance(got: Tensor, wanted: Tensor) -> float:
+def distance(got: Tensor, wanted: Tensor) -> float:
+    """Return the largest absolute difference, in float64."""
     return float((got.double() - wanted).abs().max()) if got.numel() else 0.0
 
 
-def _larger(a: float, b: float) -> float:
+def larger(a: float, b: float) -> float:
     """Return the larger one, or NaN if one is."""
     return b if b != b or b > a else a

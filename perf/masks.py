@@ -266,8 +266,11 @@ CASES = (
     Case(H40, 92160, 72, mask="routed"),
     Case(H56, 110592, 86, mask="routed"),
 )
-# Against sparsity at one length, and against length at one sparsity; the rest of both is in CASES.
-SWEEP = (
-    *(Case(H24, 32768, kept) for kept in (8, 16, 128)),
-    *(Case(H24, tokens, tokens // 1024) for tokens in (4096, 8192, 16384, 65536, 131072)),
+# Sparsity x length x kind of mask, the shorter ones first.
+SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
+SWEEP = tuple(
+    Case(H24, tokens, max(1, round((1 - sparsity) * tokens / BLOCK)), mask=mask)
+    for tokens in (8192, 16384, 32768, 65536)
+    for mask in ("random", "routed")
+    for sparsity in SPARSITIES
 )

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +26,8 @@ from perf.masks import Inputs, block_sizes, explicit_lists
 from sparse_atten import BlockSelection, explain, preload, sparse_atten_func
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+MASK_BYTES = 1 << 30  # of a mask with an entry for each query and key
 
 
 class UnsupportedError(Exception):
@@ -193,8 +197,8 @@ class Flex:
     dense: bool = False
 
     def missing(self) -> str | None:
-        """Its kernels are Triton's."""
-        return not_installed("triton", "triton")
+        """Its kernels are Triton's, whose launchers are C."""
+        return no_triton()
 
     def prepare(self, problem: Problem) -> Attend:
         """Make the block mask and compile."""
@@ -248,6 +252,47 @@ class Sdpa:
         return _in_heads_first(problem.selection.layout, attend)
 
 
+@dataclass(frozen=True)
+class SdpaMasked:
+    """torch's scaled_dot_product_attention with a mask of bools; for small shapes."""
+
+    name: str = "sdpa-mask"
+    dense: bool = False
+
+    def missing(self) -> str | None:
+        """It is part of torch."""
+        return None
+
+    def prepare(self, problem: Problem) -> Attend:
+        """Write the mask of all queries and keys."""
+        selection, tokens = problem.selection, problem.tokens
+        ids, counts = explicit_lists(selection, tokens)
+        num_bytes = counts.shape[:2].numel() * tokens**2
+        if num_bytes > MASK_BYTES:
+            raise UnsupportedError(
+                f"a mask of {num_bytes / 2**30:.1f} GiB; at most {MASK_BYTES / 2**30:.0f}"
+            )
+        sizes, size = block_sizes(selection, tokens), selection.block_size
+        kept = torch.arange(ids.shape[3], device=ids.device) < counts[..., None]
+        table = torch.zeros(*counts.shape, len(sizes) + 1, dtype=torch.bool, device=ids.device)
+        table.scatter_(3, ids.masked_fill(~kept, len(sizes)).long(), value=True)
+        place = torch.arange(tokens, device=ids.device)
+        mask = table[..., place // size].logical_and_(place % size < sizes[place // size])
+        mask = mask[:, :, place // size]
+        backends = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+        ]
+        gqa = problem.group > 1
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backends, set_priority=True):
+                return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+        return _in_heads_first(selection.layout, attend)
+
+
 RIVALS: tuple[Rival, ...] = (
     Fa4Dense(),
     Fa4Sparse(),
@@ -255,6 +300,7 @@ RIVALS: tuple[Rival, ...] = (
     CudnnSparse(per_row=True),
     Flex(),
     Sdpa(),
+    SdpaMasked(),
 )
 
 
@@ -265,6 +311,16 @@ def not_installed(module: str, package: str) -> str | None:
     except ModuleNotFoundError:
         found = None
     return None if found else f"{package} is not installed"
+
+
+def no_triton() -> str | None:
+    """Say what Triton lacks to compile and launch a kernel; None if nothing."""
+    reason = not_installed("triton", "triton")
+    if reason is None and not (
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    ):
+        reason = "triton finds no C compiler: neither CC nor gcc nor clang"
+    return reason
 
 
 def expect_parameters(function: Callable, names: Any) -> None:

@@ -1,16 +1,21 @@
 """Render the README's performance tables from the rows under perf/results.
 
-`python -m perf tables` rewrites what stands between their markers, and the plots in docs/. Of
-several rows of a case and backend in vsa.jsonl and video.jsonl the last one counts.
+`python -m perf tables` rewrites what stands between their markers, and the plots in docs/. `TABLES`
+says which function makes which part. Of several rows of a case and backend in vsa.jsonl,
+vsa_sweep.jsonl, video.jsonl and msa.jsonl the last one counts.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perf import msa
 from perf.masks import CASES
-from perf.plots import PLOT, draw, has_curves
+from perf.msa_rivals import RIVALS as MSA_RIVALS
+from perf.plots import RATE, SPEED, draw_rate, draw_speed, has_curves
 from perf.rows import read_rows
 from perf.video import GATED, WHOLE
 
@@ -23,7 +28,9 @@ RIVALS = {
     "flex": "FlexAttention",
     "fa4-dense": "FA4 dense",
     "sdpa": "torch SDPA dense",
+    "sdpa-mask": "torch SDPA, bool mask",
 }
+SWEEP_COMMAND = "python -m perf vsa --sweep --out perf/results/vsa_sweep.jsonl"
 
 Row = dict[str, Any]
 
@@ -32,25 +39,23 @@ def main() -> None:
     """Rewrite the README, and draw the plots that there are rows for."""
     path = ROOT / "README.md"
     path.write_text(render(path.read_text()))
-    rows = list(latest(_read("vsa.jsonl")).values())
+    rows = _sweep_rows()
     if has_curves(rows):
-        draw(rows, ROOT / PLOT)
+        draw_rate(rows, ROOT / RATE)
+        draw_speed(rows, ROOT / SPEED)
+    else:
+        print(
+            f"perf/results/vsa_sweep.jsonl has no rows, so no plots: {SWEEP_COMMAND}",
+            file=sys.stderr,
+        )
 
 
 def render(text: str) -> str:
     """Replace what stands between the markers of each table."""
-    tables = {
-        "vsa": vsa_tables(_read("vsa.jsonl")),
-        "video": video_table(_read("video.jsonl")),
-        "topk": topk_table(),
-        "csr": csr_table(),
-        "k1": k1_table(),
-        "k2": k2_table(),
-    }
-    for name, table in tables.items():
+    for name, make in TABLES.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
         before, rest = text.split(begin)
-        text = before + begin + "\n".join(table) + "\n" + end + rest.split(end)[1]
+        text = before + begin + "\n".join(make()) + "\n" + end + rest.split(end)[1]
     return text
 
 
@@ -60,20 +65,39 @@ def latest(rows: list[Row]) -> dict[tuple[str, str], Row]:
 
 
 def vsa_tables(rows: list[Row]) -> list[str]:
-    """Kernel times under graphs, then with host overhead: one line for each shape and mask."""
+    """Kernel times under graphs, then with host overhead: one line for each shape and mask.
+
+    A rival has a column where it has a row, be it one that says why it is missing.
+    """
     found = latest(rows)
     names = [case.name for case in CASES if any(case.name == name for name, _ in found)]
     if not names:
-        return ["Not measured yet: `python -m perf vsa --sweep --out perf/results/vsa.jsonl`."]
-    lines = [f"![TFLOP/s and speed-up of every contender]({PLOT})", ""] * has_curves(rows)
+        return ["Not measured yet: `python -m perf vsa --out perf/results/vsa.jsonl`."]
+    shown = {key: title for key, title in RIVALS.items() if any(key == x for _, x in found)}
+    lines = []
     for kind, title in (("graph", "in graphs"), ("eager", "with host overhead")):
-        columns = [f"{title}: heads x tokens, kept blocks, mask", "ours", *RIVALS.values()]
+        columns = [f"{title}: heads x tokens, kept blocks, mask", "ours", *shown.values()]
         lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for name in names:
-            cells = [_vsa_cell(found.get((name, key)), kind) for key in ("ours", *RIVALS)]
+            cells = [_vsa_cell(found.get((name, key)), kind) for key in ("ours", *shown)]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     return lines[:-1]
+
+
+def sweep_plots() -> list[str]:
+    """The plots of sparsity x length."""
+    if not has_curves(_sweep_rows()):
+        return [f"Not measured yet: `{SWEEP_COMMAND}`."]
+    return [
+        f"![TFLOP/s of selected blocks against sparsity, with the roofline]({RATE})",
+        "",
+        f"![Times as fast as dense FA4 against sparsity]({SPEED})",
+    ]
+
+
+def _sweep_rows() -> list[Row]:
+    return list(latest(_read("vsa_sweep.jsonl")).values())
 
 
 def _vsa_cell(row: Row | None, kind: str) -> str:
@@ -121,6 +145,38 @@ def video_table(rows: list[Row]) -> list[str]:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def msa_table(rows: list[Row]) -> list[str]:
+    """One line for each length: the whole call, its stages, rates, memory, and the rivals."""
+    cases: dict[str, dict[str, Row]] = {}
+    for (case, backend), row in latest(rows).items():
+        cases.setdefault(case, {})[backend] = row
+    if not cases:
+        return ["Not measured yet: `python -m perf msa --out perf/results/msa.jsonl`."]
+    stages = ("scores", "top-k", "CSR + schedule", "K1", "K2", msa.KERNELS, msa.ATTENTION)
+    rivals = [rival.name for rival in MSA_RIVALS]
+    columns = ["heads x tokens, blocks", "whole call", *stages, "workspace", *rivals]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for case, found in cases.items():
+        cells = [case, *(_msa_cell(found.get(key)) for key in (msa.WHOLE, *stages))]
+        cells.append(f"{next(iter(found.values()))['workspace_bytes'] / 2**30:.2f} GiB")
+        cells += [_msa_cell(found.get(key)) for key in rivals]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _msa_cell(row: Row | None) -> str:
+    """Time in a graph (or eagerly, and said so), rate of whole blocks, ratio to the whole call."""
+    if row is None:
+        return "-"
+    if row["status"] != "ok":
+        return row["status"]
+    kind = "graph" if "graph_us" in row else "eager"
+    parts = [f"{row[f'{kind}_us'][0] / 1e3:,.3f} ms" + " eager" * (kind == "eager")]
+    parts += [f"{row['tile_tflops']:,.0f} TF"] if "tile_tflops" in row else []
+    parts += [f"{row[f'{kind}_ratio']:.2f}x"] if f"{kind}_ratio" in row else []
+    return ", ".join(parts)
 
 
 def topk_table() -> list[str]:
@@ -213,3 +269,15 @@ def k2_table() -> list[str]:
 
 def _read(name: str) -> list[Row]:
     return read_rows(RESULTS / name)
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "vsa": lambda: vsa_tables(_read("vsa.jsonl")),
+    "sweep": sweep_plots,
+    "video": lambda: video_table(_read("video.jsonl")),
+    "msa": lambda: msa_table(_read("msa.jsonl")),
+    "topk": topk_table,
+    "csr": csr_table,
+    "k1": k1_table,
+    "k2": k2_table,
+}

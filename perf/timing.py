@@ -32,7 +32,8 @@ def try_capture(call: Callable, inputs: list[Any]) -> torch.cuda.CUDAGraph | Non
     """Return a graph, replayed once; None, and say so, where a call cannot be captured."""
     try:
         graph = capture(call, inputs)
-    except RuntimeError as error:
+    # Whatever a foreign package does must not end the measurement of the others.
+    except Exception as error:
         torch.cuda.synchronize()
         print(f"no graph: {error}", file=sys.stderr)
         return None

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from perf.contest import admit
+from perf.contest import admit, time_calls
 from perf.judge import Verdict, every_key, judge
 from perf.masks import Work, measure_work
 from perf.progress import note, shapes
 from perf.rivals import Fa4Dense, Problem, Sdpa
 from perf.rows import RowWriter, clocks
-from perf.timing import interleaved, occupy, try_capture
+from perf.timing import occupy
 from sparse_atten import preload, sparse_atten_func
 from sparse_atten.contracts import Layout
 from sparse_atten.vsa import (
@@ -231,19 +231,3 @@ def dense_calls(
             )
         rows += [{**row, "backend": row["backend"] + suffix} for row in absent]
     return calls, rows
-
-
-def time_calls(
-    calls: dict[str, Callable[[], object]], samples: int
-) -> dict[str, dict[str, list[float]]]:
-    """Time all in turn; "graph_us" is missing where there is no graph."""
-    graphs = {}
-    for name, call in calls.items():
-        graph = try_capture(lambda _, call=call: call(), [None])
-        if graph is not None:
-            graphs[name] = graph.replay
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in calls}
-    for kind, timed in (("graph_us", graphs), ("eager_us", calls)):
-        for name, times in interleaved(timed, samples).items():
-            found[name][kind] = times
-    return found

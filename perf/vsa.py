@@ -14,20 +14,27 @@ the data sheet's time for the whole blocks and for every tensor once, over graph
 mean share of a query block's KV blocks that its neighbour keeps too. A dense contender attends over
 the valid tokens alone, without the padding of ragged blocks. Contenders that were not timed have
 rows with a status and a reason.
+
+--sweep measures sparsity x length x mask for the plots instead, in graphs alone, with fewer rounds,
+rivals and checked query blocks. What does not fit into --seconds is left out, and said so in rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from typing import Any
 
 import torch
 
 from perf.contest import Contender, Times, admit, clocks_at_work, time_contenders
+from perf.judge import SAMPLED_BLOCKS
 from perf.masks import (
     CASES,
     HEAD_DIM,
     QUICK,
+    SPARSITIES,
     SWEEP,
     Case,
     VideoCase,
@@ -44,12 +51,15 @@ from sparse_atten.cute_kernels.common.target import product_of
 DEVICE = "cuda"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 QUICK_RIVALS = ("fa4-dense", "fa4-sparse", "cudnn-fixed", "cudnn-counts")
+SWEEP_RIVALS = ("fa4-dense", "fa4-sparse", "cudnn-fixed")
+SWEEP_SAMPLES, SWEEP_BLOCKS = 5, 4  # rounds of timing, and query blocks that are checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--sweep", action="store_true", help="the shapes of the plots as well")
-    parser.add_argument("--rivals", help="names with commas between; default: all, or four (quick)")
+    parser.add_argument("--sweep", action="store_true", help="the shapes of the plots instead")
+    parser.add_argument("--seconds", type=float, default=140, help="bound on --sweep")
+    parser.add_argument("--rivals", help="names with commas between; default: all, or a few")
     parser.add_argument("--backend", default="auto", help="ours: as for sparse_atten_func")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--layout", choices=("bhsd", "bshd"), default="bhsd")
@@ -57,16 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
     """Measure the shapes and write a row for each contender."""
-    cases: tuple[Case | VideoCase, ...] = QUICK
-    if not arguments.quick:
-        cases = (*CASES, *SWEEP) if arguments.sweep else CASES
-    rivals: list[Rival] = [
-        Ours(arguments.backend),
-        *choose_rivals(arguments.rivals, arguments.quick),
-    ]
+    cases: tuple[Case | VideoCase, ...] = QUICK if arguments.quick else CASES
+    few: tuple[str, ...] | None = QUICK_RIVALS if arguments.quick else None
+    stop = math.inf
+    if arguments.sweep:
+        cases, few = SWEEP[:: len(SPARSITIES)] if arguments.quick else SWEEP, SWEEP_RIVALS
+        stop = time.monotonic() + arguments.seconds
+    rivals: list[Rival] = [Ours(arguments.backend), *choose_rivals(arguments.rivals, few)]
     ours_failed = False
     for case in shapes(cases, arguments.only):
-        rows = measure_case(case, rivals, arguments)
+        if time.monotonic() > stop:
+            rows = [left_out(case, arguments.seconds)]
+        else:
+            rows = measure_case(case, rivals, arguments)
         for row in rows:
             writer.write(row)
             if row["status"] != "ok":
@@ -77,8 +90,14 @@ def run(arguments: argparse.Namespace, writer: RowWriter) -> None:
         raise SystemExit("this package's own kernel failed: see the rows")
 
 
-def choose_rivals(names: str | None, quick: bool) -> list[Rival]:
-    """Rivals by name.
+def left_out(case: Case | VideoCase, seconds: float) -> dict[str, Any]:
+    """Row for a shape that the time did not suffice for."""
+    reason = f"the {seconds:.0f} seconds of --seconds are over"
+    return {"case": case.name, "backend": "all", "status": "left out", "reason": reason}
+
+
+def choose_rivals(names: str | None, few: tuple[str, ...] | None) -> list[Rival]:
+    """Rivals by name; without names the few, or all.
 
     Raises
     ------
@@ -86,7 +105,7 @@ def choose_rivals(names: str | None, quick: bool) -> list[Rival]:
         There is none of a name.
     """
     known = {rival.name: rival for rival in RIVALS}
-    chosen = (QUICK_RIVALS if quick else tuple(known)) if names is None else names.split(",")
+    chosen = (few or tuple(known)) if names is None else names.split(",")
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise SystemExit(f"no rival {', '.join(unknown)}; there are {', '.join(known)}")
@@ -105,15 +124,18 @@ def measure_case(
     inputs += [draw_inputs(case, dtype, layout, generator) for _ in range(ROTATED_BYTES // size)]
     work = measure_work(selection, case.tokens)
     problem = Problem(selection, case.tokens, inputs[0])
-    contenders, absent = admit(rivals, problem, inputs, work.valid_tokens)
-    times = time_contenders(contenders, arguments.samples)
+    samples, checked = arguments.samples, SAMPLED_BLOCKS
+    if arguments.sweep:
+        samples, checked = min(samples, SWEEP_SAMPLES), SWEEP_BLOCKS
+    contenders, absent = admit(rivals, problem, inputs, work.valid_tokens, blocks=checked)
+    times = time_contenders(contenders, samples, eagerly=not arguments.sweep)
     tables = selection.q2k_indices.nbytes + selection.q2k_counts.nbytes
     memory_bytes = size + inputs[0][0].nbytes + tables  # the output is as large as q
     common = {
         **describe_case(case, work),
         "dtype": arguments.dtype,
         "layout": layout,
-        "samples": arguments.samples,
+        "samples": samples,
         "inputs": len(inputs),
         "clocks": clocks_at_work(contenders, times),
     }
@@ -151,7 +173,7 @@ def timed_row(
     name, dense = entry.rival.name, entry.rival.dense
     own = times[name]
     flops, tile_flops = count_flops(case, work, dense)
-    microseconds = (own.graph_us or own.eager_us)[0]
+    microseconds = own.best_us
     row: dict[str, Any] = {
         "backend": name,
         "status": "ok",
@@ -176,7 +198,9 @@ def timed_row(
 
 def ratios(theirs: Times, ours: Times) -> dict[str, float]:
     """How many times as fast ours is, as graphs and eagerly."""
-    found = {"eager_ratio": theirs.eager_us[0] / ours.eager_us[0]}
+    found = {}
+    if theirs.eager_us and ours.eager_us:
+        found["eager_ratio"] = theirs.eager_us[0] / ours.eager_us[0]
     if theirs.graph_us and ours.graph_us:
         found["graph_ratio"] = theirs.graph_us[0] / ours.graph_us[0]
     return found

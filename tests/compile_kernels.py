@@ -43,7 +43,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 DSL = "nvidia-cutlass-dsl"
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 PROCESSES = 2
-MANY = ("msa_k1_sm100",)
+MANY = ("msa_k1_sm100", "msa_k1_sm90")
 
 # Diagnostics of nvvm that kernels cause, and why each is expected.
 EXPECTED_WARNINGS = {

@@ -27,8 +27,10 @@ import emulation
 import packing_cases
 import test_block_topk
 import test_csr_device
+import test_msa_k1_sm90
 import test_msa_k1_sm100
 import test_msa_k2
+import test_msa_scores_sm90
 import test_packing
 import test_schedule_device
 import test_vsa_sm90
@@ -39,6 +41,7 @@ from verified import SUBJECTS
 
 from sparse_atten.csr import device as csr
 from sparse_atten.csr.build import csr_of
+from sparse_atten.cute_kernels import msa_k1_sm90
 from sparse_atten.cute_kernels.common.nvrtc import Program
 from sparse_atten.packing import plan as packing
 from sparse_atten.scheduler import device as scheduler
@@ -155,12 +158,28 @@ def suites() -> dict[str, Suite]:
             ),
             _of_subject("msa_k1_sm100"),
         ),
+        "msa_k1_sm90": Suite(
+            _each(
+                lambda case, schedule: test_msa_k1_sm100.check(
+                    case, [dict(schedule)], test_msa_k1_sm90.run
+                ),
+                ((case.name, case) for case in test_msa_k1_sm90.OWN),
+            ),
+            lambda: digest(test_msa_k1_sm90.compiled(msa_k1_sm90.Config(causal=True)).ptx),
+        ),
         "msa_k2": Suite(
             _each(
                 lambda case, schedule: test_msa_k2.emulated(case, "sm_100a", [dict(schedule)]),
                 ((case.name, case) for case in test_msa_k2.CASES),
             ),
             _of_subject("msa_k2"),
+        ),
+        "msa_scores_sm90": Suite(
+            _each(
+                lambda case, schedule: test_msa_scores_sm90.check(case, [dict(schedule)]),
+                ((case.name, case) for case in test_msa_scores_sm90.CASES),
+            ),
+            lambda: digest(test_msa_scores_sm90.compiled(test_msa_scores_sm90.kernel.Config()).ptx),
         ),
         "csr": Suite(_each(_csr_case, _tables()), _of_source(csr.program(False)), is_program=True),
         "scheduler": Suite(

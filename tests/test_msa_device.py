@@ -1,6 +1,7 @@
-"""The backend "sm100" for a TokenSelection: from a call to its output, chunks and paging included.
+"""The backends "sm90" and "sm100" for a TokenSelection: whole calls, chunks and paging included.
 
-Both kernels run on the emulator. On a GPU of any architecture the reference K1 stands in for K1.
+Both kernels run on the emulator. On a Hopper GPU the calls run as they are; on others the reference
+K1 stands in for K1.
 """
 
 from __future__ import annotations
@@ -52,8 +53,18 @@ def reference_k1(inputs, prepared, chunk, options, partials):
 @pytest.fixture
 def blackwell(monkeypatch):
     """CPU tensors count as those of a B200, and launches go to the emulator."""
+    return emulate(monkeypatch, Target("sm_100a", 4))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """CPU tensors count as those of an H200, and launches go to the emulator."""
+    return emulate(monkeypatch, Target("sm_90a", 4))
+
+
+def emulate(monkeypatch, target):
+    """Let CPU tensors be of the target; returns the list of the kernels that will be launched."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
-    target = Target("sm_100a", 4)
     for module in (contracts, preparation, vsa_device):
         monkeypatch.setattr(module, "target_of", lambda _: target)
     launches = []
@@ -111,6 +122,18 @@ def test_a_call_runs_on_the_kernels_and_matches_the_definition(blackwell, case, 
     assert blackwell == ["msa_k1_sm100", "msa_k2"] * chunks
     padded = Result(*result, *[None] * (3 - len(result)))
     assert_matches_definition(padded, inputs, selection, options)
+
+
+@pytest.mark.parametrize("tokens", [None, 64])
+def test_a_call_runs_on_the_hopper_kernels(hopper, tokens):
+    inputs, selection, options = CASE.build()
+    bound = None if tokens is None else bytes_of(inputs[0], CASE.width, tokens)
+    result = sparse_atten_func(
+        *inputs, selection, causal=True, return_lse=True, max_workspace_bytes=bound, backend="sm90"
+    )
+    chunks = 1 if tokens is None else -(-inputs[0].shape[0] // tokens)
+    assert hopper == ["msa_k1_sm90", "msa_k2"] * chunks
+    assert_matches_definition(Result(*result, None), inputs, selection, options)
 
 
 def test_chunks_give_what_one_chunk_gives(blackwell):
@@ -249,17 +272,32 @@ def test_the_pipeline_on_a_gpu_with_the_reference_k1(monkeypatch, case, tokens):
     """CSR, schedule and K2 run on the GPU, whatever its architecture."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl to compile the kernel")
     monkeypatch.setattr(device, "attend_blocks", reference_k1)
+    run_on_gpu(case, tokens)
+
+
+@pytest.mark.gpu(9, 0)
+@pytest.mark.parametrize("tokens", [None, 64])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_call_on_a_hopper_gpu(case, tokens):
+    run_on_gpu(case, tokens)
+
+
+def run_on_gpu(case, tokens):
+    """Compare a call on the GPU with the definition."""
     inputs, selection, options = case.build()
     moved = [x.cuda() for x in inputs]
+    bound = None if tokens is None else bytes_of(inputs[0], case.width, tokens)
+    result = device.attention(*moved, on_gpu(selection), options, max_workspace_bytes=bound)
+    back = Result(*(None if x is None else x.cpu() for x in result))
+    assert_matches_definition(back, inputs, selection, options)
+
+
+def on_gpu(selection):
+    """Move the tables of a selection."""
     tables = {
         name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in vars(selection).items()
     }
-    bound = None if tokens is None else bytes_of(inputs[0], case.width, tokens)
-    result = device.attention(
-        *moved, dataclasses.replace(selection, **tables), options, max_workspace_bytes=bound
-    )
-    back = Result(*(None if x is None else x.cpu() for x in result))
-    assert_matches_definition(back, inputs, selection, options)
+    return dataclasses.replace(selection, **tables)
 
 
 @pytest.mark.gpu
@@ -275,10 +313,7 @@ def test_preparation_and_merge_are_captured_in_a_graph(monkeypatch, tokens):
     monkeypatch.setattr(device, "attend_blocks", fill)
     inputs, selection, options = CASE.build()
     moved = [x.cuda() for x in inputs]
-    tables = {
-        name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in vars(selection).items()
-    }
-    selection = dataclasses.replace(selection, **tables)
+    selection = on_gpu(selection)
     bound = None if tokens is None else bytes_of(inputs[0], CASE.width, tokens)
 
     def call():
@@ -312,3 +347,107 @@ def test_preload_makes_both_kernels_ready(monkeypatch):
     assert (config.partial, config.out, config.temperature) == ("bf16", "bf16", True)
     assert config.programmatic
     assert target.arch == "sm_103a"
+
+
+def random_call(seed, tokens=2048, heads=(32, 2), width=8):
+    """Return q, k, v and a selection on the GPU: distinct visible blocks, the own one first."""
+    make = torch.Generator("cuda").manual_seed(seed)
+    q, k, v = (
+        torch.randn(tokens, n, 128, device="cuda", generator=make).bfloat16()
+        for n in (heads[0], heads[1], heads[1])
+    )
+    own = torch.arange(tokens, device="cuda") // 128
+    blocks = torch.arange(-(-tokens // 128), device="cuda")
+    scores = torch.rand(heads[1], tokens, len(blocks), device="cuda", generator=make)
+    scores = torch.where(blocks < own[:, None], scores, -1.0)
+    scores = scores.scatter(2, own[None, :, None].expand(heads[1], -1, 1), 2.0)
+    best, ids = scores.topk(min(width, len(blocks)))
+    ids = torch.where(best >= 0, ids, -1).int()
+    offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    return (q, k, v), contracts.TokenSelection(ids, offsets, offsets, tokens, tokens)
+
+
+def definition(inputs, selection):
+    """Attention in float64 by its definition, one sequence, causal."""
+    q, k, v = (x.double().transpose(0, 1) for x in inputs)
+    group, tokens = q.shape[0] // k.shape[0], q.shape[1]
+    ids = selection.q2k_indices.long()
+    chosen = torch.zeros(*ids.shape[:2], -(-tokens // 128) + 1, dtype=torch.bool, device=q.device)
+    chosen.scatter_(2, ids, True)  # -1 would be refused: none is left below
+    seen = chosen[..., :-1].repeat_interleave(128, 2)[..., :tokens].tril()
+    seen = seen.repeat_interleave(group, 0)
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    scores = (q @ k.mT / 128**0.5).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.gpu(9, 0)
+def test_repeats_on_a_gpu_are_bitwise_equal():
+    inputs, selection = random_call(0)
+    shown = dataclasses.replace(
+        selection,
+        q2k_indices=torch.where(selection.q2k_indices < 0, 16, selection.q2k_indices),
+    )
+    first = sparse_atten_func(*inputs, selection, causal=True, backend="sm90")
+    assert (first.double() - definition(inputs, shown)).abs().max() < 0.02
+    for repeat in range(300):
+        poison = torch.full((64 << 20,), (float("nan"), 7.0)[repeat % 2], device="cuda")
+        del poison  # what the allocator hands out next
+        out = torch.full_like(first, float("nan"))
+        sparse_atten_func(*inputs, selection, causal=True, out=out, backend="sm90")
+        assert torch.equal(out.view(torch.int16), first.view(torch.int16))
+
+
+@pytest.mark.gpu(9, 0)
+@pytest.mark.parametrize("tokens", [None, 600])
+def test_a_graph_replays_with_other_selections(tokens):
+    inputs, selection = random_call(1)
+    options = {"causal": True, "backend": "sm90"}
+    if tokens is not None:
+        options["max_workspace_bytes"] = bytes_of(inputs[0], 8, tokens)
+    sparse_atten_func(*inputs, selection, **options)  # kernels are compiled and loaded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparse_atten_func(*inputs, selection, **options)
+    for seed in range(2, 5):
+        others, other = random_call(seed)
+        for x, y in zip(inputs, others, strict=True):
+            x.copy_(y)
+        selection.q2k_indices.copy_(other.q2k_indices)
+        eager = sparse_atten_func(*others, other, **options)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager)
+
+
+@pytest.mark.gpu(9, 0)
+def test_streams_do_not_disturb_each_other():
+    calls = [random_call(seed) for seed in range(4)]
+    run = [lambda x=x, s=s: sparse_atten_func(*x, s, causal=True, backend="sm90") for x, s in calls]
+    expected = [call() for call in run]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(10):
+        outs = []
+        for stream, call in zip(streams, run, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append(call())
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(outs, expected, strict=True))
+
+
+@pytest.mark.gpu(9, 0)
+def test_two_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    inputs, selection = random_call(0)
+    first = sparse_atten_func(*inputs, selection, causal=True, backend="sm90")
+    there = [x.to("cuda:1") for x in inputs]
+    tables = {
+        name: x.to("cuda:1") if isinstance(x, torch.Tensor) else x
+        for name, x in vars(selection).items()
+    }
+    moved = dataclasses.replace(selection, **tables)
+    second = sparse_atten_func(*there, moved, causal=True, backend="sm90")
+    assert second.device.index == 1
+    assert torch.equal(first.cpu(), second.cpu())

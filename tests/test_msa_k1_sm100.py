@@ -111,7 +111,7 @@ def run(call: Call, partials: Partials, **options: Any) -> dict[str, Any]:
     return emulation.run(compiled(call.case.config).ptx, plan, **options)
 
 
-def check(case: Case, schedules: list[dict[str, int]]) -> None:
+def check(case: Case, schedules: list, run: Any = run) -> None:
     """Run a case in every schedule and residency; compare with the oracle and among themselves."""
     call = make_call(case)
     exact, plain = oracle(call), oracle(call, "plain")

@@ -110,9 +110,10 @@ def test_work_is_what_loops_count(case):
 
 
 def test_names_are_unique():
-    names = [case.name for case in (*masks.CASES, *masks.SWEEP)]
-    assert len(set(names)) == len(names)
-    assert {case.name for case in masks.QUICK} <= set(names)
+    for cases in (masks.CASES, masks.SWEEP):
+        names = [case.name for case in cases]
+        assert len(set(names)) == len(names)
+    assert {case.name for case in masks.QUICK} <= {case.name for case in masks.CASES}
 
 
 # The check of results
@@ -233,8 +234,46 @@ def test_rivals_that_are_not_installed_say_so(monkeypatch):
     assert found["fa4-dense"] == found["fa4-sparse"] == "flash-attn-4 is not installed"
     assert found["cudnn-fixed"] == "nvidia-cudnn-frontend is not installed"
     assert found["flex"] == "triton is not installed"
-    assert found["sdpa"] is None
+    assert found["sdpa"] is found["sdpa-mask"] is None
     assert rivals.not_installed("no_such_package.module", "such") == "such is not installed"
+
+
+def test_triton_without_a_compiler_says_so(monkeypatch):
+    monkeypatch.setattr(rivals, "not_installed", lambda module, package: None)
+    monkeypatch.setenv("CC", "cc")
+    assert rivals.Flex().missing() is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(rivals.shutil, "which", {"clang": "/clang"}.get)
+    assert rivals.Flex().missing() is None
+    monkeypatch.setattr(rivals.shutil, "which", lambda name: None)
+    assert "no C compiler" in rivals.Flex().missing()
+
+
+INNER = """An exception occurred in a subprocess:
+
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+    raise RuntimeError("x")
+RuntimeError: Python.h is not there
+
+Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("first\nsecond", "first"),
+        ("", ""),
+        (INNER, "RuntimeError: Python.h is not there"),
+        ("backend='inductor' raised:\nRuntimeError: no gcc\n\nSet X", "RuntimeError: no gcc"),
+        ("a raised:", "a raised:"),
+        ("Traceback (most recent call last):\n  cut", "Traceback (most recent call last):"),
+    ],
+)
+def test_of_an_error_the_line_that_tells_is_kept(text, line):
+    assert contest.telling_line(ValueError(text)) == f"ValueError: {line}"
+    assert len(contest.telling_line(ValueError(500 * "x"))) == 300
 
 
 def test_an_unknown_parameter_is_refused_by_name():
@@ -393,6 +432,20 @@ def test_torch_attends_to_everything(layout):
     assert judge(attend(*problem.inputs), problem.inputs, every_key(q, layout=layout)).right
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("case", PEER_CASES)
+def test_torch_attends_by_a_mask(case, layout):
+    problem = make_problem(case, layout, torch.float32)
+    attend = rivals.SdpaMasked().prepare(problem)
+    assert judge(attend(*problem.inputs), problem.inputs, problem.selection).right
+
+
+def test_a_mask_that_is_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(rivals, "MASK_BYTES", 1 << 20)
+    with pytest.raises(UnsupportedError, match=r"a mask of 0\.0 GiB; at most 0"):
+        rivals.SdpaMasked().prepare(make_problem(SMALL))
+
+
 # Time
 
 
@@ -441,9 +494,8 @@ def clock(monkeypatch):
     def interleaved(calls, samples):
         return timing.interleaved(calls, samples, clock=elapsed)
 
-    for module in (contest, video):
-        monkeypatch.setattr(module, "try_capture", Replay)
-        monkeypatch.setattr(module, "interleaved", interleaved)
+    monkeypatch.setattr(contest, "try_capture", Replay)
+    monkeypatch.setattr(contest, "interleaved", interleaved)
     monkeypatch.setattr(contest, "host_time", lambda call, batch, batches: 12.5)
     monkeypatch.setattr(vsa, "ROTATED_BYTES", 3 << 20)
     monkeypatch.setattr(vsa, "DEVICE", "cpu")
@@ -474,7 +526,8 @@ class Ticking(Fake):
 
 def options(**changes):
     fields = {"seed": 0, "samples": 1, "dtype": "bf16", "layout": "bhsd", "backend": "reference"}
-    return SimpleNamespace(**{**fields, "only": "", "quick": True, **changes})
+    fields |= {"only": "", "quick": True, "sweep": False, "seconds": 140.0, "rivals": None}
+    return SimpleNamespace(**{**fields, **changes})
 
 
 def test_a_case_becomes_rows(clock, monkeypatch):
@@ -501,6 +554,36 @@ def test_a_case_becomes_rows(clock, monkeypatch):
     assert "graph_us" not in wrong
 
 
+def test_a_sweep_times_graphs_alone_and_stops_when_its_time_is_over(clock, monkeypatch):
+    entries = [Ticking("ours", clock, 1), Ticking("fa4-dense", clock, 4)]
+    monkeypatch.setattr(vsa, "Ours", lambda backend: entries[0])
+    monkeypatch.setattr(vsa, "choose_rivals", lambda names, few: entries[1:])
+    monkeypatch.setattr(vsa, "SWEEP", (SMALL, RAGGED))
+    now = iter([0.0, 100.0, 150.0])
+    monkeypatch.setattr(vsa.time, "monotonic", lambda: next(now))
+    found = []
+    writer = SimpleNamespace(write=found.append)
+    vsa.run(options(sweep=True, quick=False, samples=20), writer)
+    assert [(row["case"], row["backend"], row["status"]) for row in found] == [
+        (SMALL.name, "ours", "ok"),
+        (SMALL.name, "fa4-dense", "ok"),
+        (RAGGED.name, "all", "left out"),
+    ]
+    assert found[0]["samples"] == 5
+    assert found[0]["eager_us"] is found[0]["host_us"] is None
+    assert found[1]["graph_ratio"] == 4
+    assert "eager_ratio" not in found[1]
+    assert found[2]["reason"] == "the 140 seconds of --seconds are over"
+
+
+def test_what_makes_no_graph_is_timed_eagerly_in_a_sweep_too(clock, monkeypatch):
+    monkeypatch.setattr(contest, "try_capture", lambda call, inputs: None)
+    (row,) = vsa.measure_case(SMALL, [Ticking("ours", clock, 2)], options(sweep=True))
+    assert row["graph_us"] is None
+    assert row["eager_us"] == [200.0] * 3
+    assert row["tflops"] == pytest.approx(row["flops"] / 200e-6 / 1e12)
+
+
 def test_dense_contenders_leave_padding_out(clock):
     case = Case((2, 2), 1024, 3, sizes="ragged")
     entry = Ticking("dense", clock, 1)
@@ -514,7 +597,7 @@ def test_dense_contenders_leave_padding_out(clock):
 @pytest.mark.usefixtures("clock")
 def test_a_video_becomes_rows(monkeypatch, layout):
     monkeypatch.setattr(
-        video, "interleaved", lambda calls, _: {name: [50.0, 49.0, 51.0] for name in calls}
+        contest, "interleaved", lambda calls, _: {name: [50.0, 49.0, 51.0] for name in calls}
     )
     case = video.Case((4, 8, 12), 1, 0.5)
     found = video.measure_case(case, options(layout=layout))
@@ -591,10 +674,12 @@ def test_shapes_are_chosen_by_parts_of_names(capsys):
 
 
 def test_rivals_are_chosen_by_name():
-    assert [rival.name for rival in vsa.choose_rivals("flex,sdpa", quick=True)] == ["flex", "sdpa"]
-    assert len(vsa.choose_rivals(None, quick=False)) == len(rivals.RIVALS)
+    assert [rival.name for rival in vsa.choose_rivals("flex,sdpa", None)] == ["flex", "sdpa"]
+    assert len(vsa.choose_rivals(None, None)) == len(rivals.RIVALS)
+    few = vsa.choose_rivals(None, vsa.SWEEP_RIVALS)
+    assert [rival.name for rival in few] == ["fa4-dense", "fa4-sparse", "cudnn-fixed"]
     with pytest.raises(SystemExit, match=r"no rival fa5; there are fa4-dense, "):
-        vsa.choose_rivals("fa5", quick=False)
+        vsa.choose_rivals("fa5", None)
 
 
 def test_a_row_names_no_place_of_a_machine():

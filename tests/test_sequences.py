@@ -28,6 +28,9 @@ def test_positions_equal_a_loop_over_sequences(lengths, padding):
 
     expected = [(i + k - q, k) for q, k in lengths for i in range(q)] + [(-1, 0)] * padding
     assert list(zip(position.tolist(), num_keys.tolist(), strict=True)) == expected
+    half = num_queries // 2
+    part, keys = sequences.align_queries(num_queries - half, half)
+    assert list(zip(part.tolist(), keys.tolist(), strict=True)) == expected[half:]
     assert sequences.q_start.tolist() == offsets[0][:-1]
     assert sequences.k_start.tolist() == offsets[1][:-1]
     assert sequences.k_length.tolist() == k_lengths

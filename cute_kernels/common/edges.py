@@ -8,7 +8,7 @@ The scheduler warp reads rows of the schedule's `work_items` and the load warp e
 CSR. Here alone is decided what is dropped: an item that names no row, an entry whose token or slot
 lies outside the chunk. A block outside its sequence or the pool is one without keys.
 
-Tiles are counted over all items of the CTA: tile n has stage n % 2 and metadata slot n % 8.
+Tiles are counted over all items of the CTA: tile n has stage n % 2 and a metadata slot.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sparse_atten.cute_kernels.common.tiles import COLUMNS, HALF_BYTES, SWIZZLE_
 
 TILE_ROWS = 128  # query tokens of a tile times the heads of a group
 ITEM_BYTES = 32
-META_SLOTS = 8  # tiles that the load warp may be ahead of the last reader
-META_BYTES = TILE_ROWS * 8  # two words for each token: the token in the chunk or a negative, and
+META_BYTES = 8192  # of all tiles: two words for each token, the one in the chunk or a negative, and
 SEEN = 255  # the keys that it sees in the part of this mask, with the partial's slot above it
+MMA_K = 16  # keys of a step of PV
 WINDOW = 32  # entries in work at a time, one for each lane
 
 
@@ -97,6 +97,18 @@ class Job(NamedTuple):
     outer: Int32
 
 
+def meta_slots(rows: int) -> int:
+    """Return how many tiles of so many rows the load warp may be ahead of the last reader."""
+    return META_BYTES // (rows * 8)
+
+
+class Place(NamedTuple):
+    """Where Q of a tile lies."""
+
+    stage: Int32  # 8 times the stage
+    offset: Int32  # of its first row in the region, bytes
+
+
 class Window(NamedTuple):
     """32 entries of a CSR row, one for each lane; -1 after the last."""
 
@@ -117,18 +129,43 @@ def extent(
     return start, clamp(read_int(offsets, Int64(batch + 1) * stride), start, length)
 
 
+def tail_start(most: Int32) -> Int32:
+    """Return the first of the 16 keys of which PV reads a copy, if the tile sees `most` < 128."""
+    return (cutlass.max(most, 1) - 1) & ~(MMA_K - 1)
+
+
 class EdgeKernel(PersistentKernel):
     """Roles `scheduler` and `load`, and what the other roles read of items and tiles."""
 
-    def __init__(self, schedule: Schedule, config: Any) -> None:
-        super().__init__(schedule, config.persistent)
+    def __init__(
+        self,
+        schedule: Schedule,
+        config: Any,
+        *,
+        rows: int,
+        persistent: str,
+        shuffled_maximum: bool = False,
+    ) -> None:
+        super().__init__(schedule, persistent)
         self.config = config
-        self.dtype = config.dtypes[0]
+        self.rows = rows
+        self.shuffled_maximum = shuffled_maximum
+        self.dtype, self.out_dtype = config.dtypes
         self.group = config.group_size
-        self.tokens = TILE_ROWS // self.group  # of a tile
+        self.meta_slots = meta_slots(rows)
+        self.tokens = rows // self.group  # of a tile
         self.parts = max(1, self.tokens // WINDOW)  # windows of a tile
         self.in_window = min(self.tokens, WINDOW)  # of a tile's tokens
         self.unroll = 1 if self.in_window == WINDOW else self.in_window  # of loops over these
+
+    def place_of(self, tile: Int32) -> Place:
+        """Return where Q of a tile lies: two stages that take turns."""
+        stage = (tile & 1) * 8
+        return Place(stage, stage * (TILE_BYTES // 8))
+
+    def phase_of(self, tile: Int32) -> Int32:
+        """Return the parity of the times that a tile's stage was filled before."""
+        return (tile >> 1) & 1
 
     @cute.jit
     def scheduler(self, env: Env) -> None:
@@ -328,7 +365,7 @@ class EdgeKernel(PersistentKernel):
             return job.keys
         lane = cute.arch.lane_idx()
         seen *= Int32((lane >= start) & (lane < start + self.in_window))
-        if const_expr(self.config.shuffled_maximum):
+        if const_expr(self.shuffled_maximum):
             for distance in (16, 8, 4, 2, 1):
                 seen = cutlass.max(seen, cute.arch.shuffle_sync_bfly(seen, distance))
             return cutlass.max(before, seen)
@@ -345,12 +382,12 @@ class EdgeKernel(PersistentKernel):
     ) -> None:
         """Write two words for each token of a tile's window, after its last one also the most."""
         token, place, most = words
-        slot = (tile & (META_SLOTS - 1)) * 8
+        slot, phase = self.meta_slot(tile)
         if const_expr(part == 0):
-            self.wait(env, "meta_empty", 0, ((tile >> 3) & 1) ^ 1, slot)
+            self.wait(env, "meta_empty", 0, phase ^ 1, slot)
         lane = cute.arch.lane_idx() - start
         if (lane >= 0) & (lane < self.in_window):
-            address = env.smem + slot * (META_BYTES // 8) + lane * 8
+            address = env.smem + slot * self.rows + lane * 8
             offset = self.schedule.smem_offset("meta") + part * WINDOW * 8
             ptx.smem_store(address, offset, token - env.tables.first_token)
             ptx.smem_store(address, offset + 4, place)
@@ -371,20 +408,20 @@ class EdgeKernel(PersistentKernel):
     ) -> None:
         """Load Q of a tile's window; a token that does not exist, -1, is read as 0."""
         token, kv_head = row
-        stage = (tile & 1) * 8
-        full = self.barrier(env, "q_full", 0, stage)
+        place = self.place_of(tile)
+        full = self.barrier(env, "q_full", 0, place.stage)
         if const_expr(part == 0):
-            self.wait(env, "q_empty", 0, ((tile >> 1) & 1) ^ 1, stage)
+            self.wait(env, "q_empty", 0, self.phase_of(tile) ^ 1, place.stage)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_BYTES)
-        address = ptx.opaque(env.smem + stage * (TILE_BYTES // 8))
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows * 2 * SWIZZLE_BYTES)
+        address = ptx.opaque(env.smem + place.offset)
         address += self.schedule.smem_offset("q") + part * WINDOW * self.group * SWIZZLE_BYTES
         for j in cutlass.range(self.in_window, unroll=self.unroll):
-            place = cute.arch.shuffle_sync(token, start + j)
+            one = cute.arch.shuffle_sync(token, start + j)
             for half in range_constexpr(2):
                 rows = address + (half * HALF_BYTES + j * self.group * SWIZZLE_BYTES)
                 box = tiles.box_at(rows, self.group, self.dtype)
-                self.copy_box(env, 0, box, (kv_head, half, place), full)
+                self.copy_box(env, 0, box, (kv_head, half, one), full)
 
     def copy_box(
         self, env: Env, operand: int, box: cute.Tensor, place: tuple, full: Any = None
@@ -399,18 +436,47 @@ class EdgeKernel(PersistentKernel):
         else:
             cute.copy(atom, source, target)
 
+    def meta_slot(self, tile: Int32) -> tuple[Int32, Int32]:
+        """Return 8 times the slot of a tile's metadata, and the parity of its turn there."""
+        shift = self.meta_slots.bit_length() - 1
+        return (tile & (self.meta_slots - 1)) * 8, (tile >> shift) & 1
+
     def wait_meta(self, env: Env, tile: Int32) -> None:
         """Wait for what is known of a tile."""
-        slot = (tile & (META_SLOTS - 1)) * 8
-        self.wait(env, "meta_full", 0, (tile >> 3) & 1, slot)
+        slot, phase = self.meta_slot(tile)
+        self.wait(env, "meta_full", 0, phase, slot)
 
     def read_most_seen(self, env: Env, tile: Int32) -> Int32:
         """Return the most keys that a row of a tile sees. Its metadata have been waited for."""
-        address = env.smem + (tile & (META_SLOTS - 1)) * 4
+        address = env.smem + (tile & (self.meta_slots - 1)) * 4
         return ptx.smem_load(address, self.schedule.smem_offset("most_seen"), Int32)
 
     def release_meta(self, env: Env, tile: Int32) -> None:
         """Say that the warp has read what is known of a tile."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.arrive(env, "meta_empty", 0, (tile & (META_SLOTS - 1)) * 8)
+            self.arrive(env, "meta_empty", 0, self.meta_slot(tile)[0])
+
+    # ---- store ---------------------------------------------------------------------------------
+
+    def read_places(self, env: Env, tile: Int32) -> list:
+        """Return token and place of a tile's tokens, a lane for each; one pair for a window."""
+        self.wait_meta(env, tile)
+        places = []
+        here = env.smem + self.meta_slot(tile)[0] * self.rows
+        here += (cute.arch.lane_idx() & (self.in_window - 1)) * 8
+        for part in range(self.parts):
+            offset = self.schedule.smem_offset("meta") + part * WINDOW * 8
+            places.append([ptx.smem_load(here, offset + word, Int32) for word in (0, 4)])
+        self.release_meta(env, tile)
+        return places
+
+    @cute.jit
+    def store_token(self, env: Env, rows: Int32, place: tuple) -> None:
+        """Write a token's rows of a piece, unless it is negative; KV head, piece, token, slot."""
+        kv_head, number, token, partial = place
+        if token >= 0:
+            with cute.arch.elect_one():
+                for half in range_constexpr(2):
+                    box = tiles.box_at(rows + half * HALF_BYTES, self.group, self.out_dtype)
+                    self.copy_box(env, 3, box, (kv_head, number * 2 + half, token, partial))

@@ -15,7 +15,7 @@ from cutlass.base_dsl.typing import as_numeric
 from cutlass.cute.arch import inline_ptx
 
 FULL_WARP = 0xFFFFFFFF
-_CONSTRAINTS = {Float32: "f", Int32: "r"}
+_CONSTRAINTS = {Float32: "f", Int32: "r", Int64: "l"}
 
 
 def direct_ptx(text: str, result: Any, arguments: list) -> Any:
@@ -228,6 +228,15 @@ def gmem_store(address: Int64, words: list) -> None:
         )
 
 
+def gmem_store_float_if(address: Int64, value: Float32, kept: Any) -> None:
+    """Write a float to global memory where it is kept (PTX ISA, st)."""
+    direct_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.f32 [{$r0}], {$r1}; }",
+        None,
+        [address, value, Int32(kept)],
+    )
+
+
 def float_bits(value: Float32) -> Int32:
     """Return the bits of a float as an integer."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
@@ -256,6 +265,11 @@ def log2(x: Float32) -> Float32:
 def max3(a: Float32, b: Float32, c: Float32) -> Float32:
     """Return the largest of three; a NaN loses (PTX ISA, max with three inputs)."""
     return direct_ptx("max.f32 {$w0}, {$r0}, {$r1}, {$r2};", Float32, [a, b, c])
+
+
+def max_nan(a: Float32, b: Float32) -> Float32:
+    """Return the larger one, NaN where one is NaN (PTX ISA, max)."""
+    return direct_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, [a, b])
 
 
 def mask_below(value: Float32, position: int, bound: Int32) -> Float32:

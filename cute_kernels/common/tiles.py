@@ -36,10 +36,10 @@ def advance(ring: Ring, slots: cutlass.Constexpr) -> Ring:
     return Ring(slot, phase)
 
 
-def tile_layout(dtype: type) -> cute.ComposedLayout:
-    """Return the layout of a tile: two halves of 64 columns, 128-byte rows, 128-byte swizzle."""
+def tile_layout(dtype: type, columns: int = COLUMNS) -> cute.ComposedLayout:
+    """Return the layout of a tile: parts of 64 columns, 128-byte rows, 128-byte swizzle."""
     atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (ROWS, COLUMNS), order=(0, 1))
+    return cute.tile_to_shape(atom, (ROWS, columns), order=(0, 1))
 
 
 def box_layout(rows: int, columns: int) -> cute.ComposedLayout:
@@ -58,9 +58,11 @@ def box_at(address: Int32, rows: int, dtype: Any) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
 
 
-def tile_at(base: cute.Pointer, offset: Int32 | int, dtype: type) -> cute.Tensor:
+def tile_at(
+    base: cute.Pointer, offset: Int32 | int, dtype: type, columns: int = COLUMNS
+) -> cute.Tensor:
     """View the tile that starts `offset` bytes into shared memory."""
-    layout = tile_layout(dtype)
+    layout = tile_layout(dtype, columns)
     pointer = cute.recast_ptr(base + offset, layout.inner, dtype=dtype)
     return cute.make_tensor(pointer, layout.outer)
 

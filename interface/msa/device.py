@@ -1,4 +1,4 @@
-"""The backend "sm100" for a TokenSelection: prepare, then K1 and K2 for each chunk of queries.
+"""The backends "sm90" and "sm100" for a TokenSelection: K1 and K2 for each chunk of queries.
 
 K1 leaves a partial result for each query and each of its KV blocks in a workspace, which K2 merges
 at once; K2 is a programmatic dependent of K1. Chunks follow one another in the same workspace.
@@ -17,6 +17,7 @@ from sparse_atten.cute_kernels import msa_arguments, msa_k2_arguments
 from sparse_atten.cute_kernels.common.dsl import load_kernel
 from sparse_atten.cute_kernels.common.nvrtc import runs_kernels
 from sparse_atten.cute_kernels.common.planned import PlannedLaunch
+from sparse_atten.cute_kernels.common.target import Target
 from sparse_atten.cute_kernels.msa_arguments import Partials
 from sparse_atten.preparation import (
     PreparedSelection,
@@ -29,7 +30,10 @@ from sparse_atten.reference import Result
 from sparse_atten.scheduler.device import preload as preload_preparation
 from sparse_atten.vsa.device import DTYPES, device_target
 
-_K1 = "sparse_atten.cute_kernels.msa_k1_sm100"
+_K1 = {
+    9: "sparse_atten.cute_kernels.msa_k1_sm90",
+    10: "sparse_atten.cute_kernels.msa_k1_sm100",
+}
 _K2 = "sparse_atten.cute_kernels.msa_k2"
 
 
@@ -91,7 +95,7 @@ def attend_blocks(
     )
     config = _k1_config(inputs[0], prepared.selection, options)
     if arguments.capacity:
-        launch(_K1, config, inputs[0], arguments)
+        launch(_k1(device_target(inputs[0])), config, inputs[0], arguments)
 
 
 def merge(partials: Partials, chunk: QueryChunk, result: Result) -> None:
@@ -122,17 +126,19 @@ def preload(q: Tensor, selection: TokenSelection, options: Options) -> None:
     """Compile or load what `attention` would need, and launch nothing."""
     target = device_target(q)
     width = selection.q2k_indices.shape[2]
-    load_kernel(_K1, _k1_config(q, selection, options), target, q.device)
+    load_kernel(_k1(target), _k1_config(q, selection, options), target, q.device)
     config = _k2_config(q, width, temperature=options.lse_temperature is not None)
     load_kernel(_K2, config, target, q.device)
     if runs_kernels(q):
         preload_preparation(q.device)
 
 
-def _k1_config(q: Tensor, selection: TokenSelection, options: Options) -> Any:
-    from sparse_atten.cute_kernels.msa_k1_sm100 import Config
+def _k1(target: Target) -> str:
+    return _K1[target.capability[0]]
 
-    return Config(
+
+def _k1_config(q: Tensor, selection: TokenSelection, options: Options) -> Any:
+    return import_module(_k1(device_target(q))).Config(
         dtype=DTYPES[q.dtype],
         group_size=q.shape[1] // selection.q2k_indices.shape[0],
         causal=options.causal,

@@ -28,6 +28,7 @@ from sparse_atten.cute_kernels.common.arguments import (
     expect_int,
     expect_positive,
 )
+from sparse_atten.msa.index_device import can_score, score_tokens, tokens_at_once
 from sparse_atten.reference import accumulator_dtype, without_autocast, workspace_bytes
 from sparse_atten.sequences import Sequences, sequences_of
 
@@ -78,14 +79,21 @@ def block_max_scores(
 
     Notes
     -----
-    No gradient flows through the scores. On a device lengths are not read on the host: each
-    sequence costs ``max_seqlen_q * max_seqlen_k`` scores. On a CPU it costs its own.
+    No gradient flows through the scores. On Hopper a kernel takes bfloat16 and float16 with d_idx
+    64 or 128, blocks of 128 and rows at multiples of 16 bytes, outside torch.compile; it needs no
+    workspace and skips what no query sees. Elsewhere on a device lengths are not read on the host:
+    each sequence costs ``max_seqlen_q * max_seqlen_k`` scores. On a CPU it costs its own.
     """
     scorer = scorer_of(
         q_idx, k_idx, fields, causal=causal, scale=scale, max_workspace_bytes=max_workspace_bytes
     )
     shape = q_idx.shape[1], scorer.num_blocks, q_idx.shape[0]
     scores = torch.full(shape, _NEVER, dtype=torch.float32, device=q_idx.device)
+    if can_score(scorer):
+        step = tokens_at_once(scorer)
+        for start in range(0, shape[2], step):
+            score_tokens(scorer, scores[:, :, start : start + step], start)
+        return scores
     for piece in scorer.pieces():
         part = scorer.score(piece)
         # Slots of no query lead to some token and hold -inf there, which changes no maximum.

@@ -13,10 +13,20 @@ from torch import Tensor
 
 from sparse_atten.contracts import EMPTY, TokenSelection
 from sparse_atten.cute_kernels.common.arguments import describe, expect_bool, expect_int
-from sparse_atten.msa.scores import blank_selection, check_tables, last_seen, scorer_of
+from sparse_atten.cute_kernels.msa_scores_arguments import QUERIES
+from sparse_atten.msa.index_device import can_score, score_tokens, tokens_at_once
+from sparse_atten.msa.scores import (
+    BlockScorer,
+    blank_selection,
+    check_tables,
+    last_seen,
+    scorer_of,
+)
 from sparse_atten.sequences import sequences_of
 from sparse_atten.topk import block_topk
 from sparse_atten.topk.reference import MAX_K
+
+_TOKEN_BYTES = 128  # of a query token: positions, limits, counts
 
 
 def select_blocks(
@@ -116,12 +126,19 @@ def index_branch(
     ------
     TypeError, ValueError, NotImplementedError
         As for the two stages.
+
+    Notes
+    -----
+    Nothing synchronises on a device. Where a kernel computes the scores, the call can be captured
+    in a CUDA graph after a first one like it.
     """
     _check_choice(topk, num_sink_blocks, causal)
     scorer = scorer_of(
         q_idx, k_idx, fields, causal=causal, scale=scale, max_workspace_bytes=max_workspace_bytes
     )
     choice = {"topk": topk, "num_sink_blocks": num_sink_blocks}
+    if can_score(scorer):
+        return replace(scorer.selection, q2k_indices=_choose_by_kernel(scorer, **choice))
     block = scorer.selection.block_size
     shape = q_idx.shape[1], q_idx.shape[0], topk
     ids = torch.full(shape, EMPTY, dtype=torch.int32, device=q_idx.device)
@@ -131,6 +148,30 @@ def index_branch(
         # Slots of no query lead to some token and hold -1 there, which changes no maximum.
         ids.scatter_reduce_(1, piece.token[:, None].expand_as(part), part, "amax")
     return replace(scorer.selection, q2k_indices=ids)
+
+
+def _choose_by_kernel(scorer: BlockScorer, *, topk: int, num_sink_blocks: int) -> Tensor:
+    """Ids int32 [Hidx, Tq, K], for as many tokens at a time as the workspace has room for."""
+    num_queries, num_heads, _ = scorer.q.shape
+    num_blocks = scorer.num_blocks
+    token_bytes = 4 * num_heads * (num_blocks + topk + 1) + _TOKEN_BYTES
+    step = max(1, min(num_queries, tokens_at_once(scorer), scorer.max_bytes // token_bytes))
+    if QUERIES < step < num_queries:
+        step -= step % QUERIES
+    memory = scorer.q.new_empty(num_heads * num_blocks * step, dtype=torch.float32)
+    ids = scorer.q.new_empty((num_heads, num_queries, topk), dtype=torch.int32)
+    choice = {"topk": topk, "num_sink_blocks": num_sink_blocks}
+    for start in range(0, num_queries, step):
+        count = min(step, num_queries - start)
+        # Where a token sees no key of a block, there may be anything: no such block is a candidate.
+        scores = memory[: num_heads * num_blocks * count].view(num_heads, num_blocks, count)
+        score_tokens(scorer, scores, start)
+        position, num_keys = scorer.sequences.align_queries(count, start)
+        limit = last_seen(position, num_keys, scorer.causal)
+        ids[:, start : start + count] = _choose(
+            scores, position, limit, block_size=scorer.selection.block_size, **choice
+        )
+    return ids
 
 
 def _choose(
