@@ -311,7 +311,7 @@ class MsaPartialSm90(EdgeKernel):
         """View the tile that starts `offset` bytes into shared memory."""
         return tiles.tile_at(env.base, offset, self.dtype)
 
-    def issue_qk(self, env: Env, place: Place, s: cute.Tensor) -> None:
+    def issue_qk(self, env: Env, place: Place, s: Any) -> None:
         """Start S = Q K^T, both K-major in shared memory."""
         mma = self.mmas()[0]
         slice_ = mma.get_slice(0)
@@ -365,7 +365,7 @@ class MsaPartialSm90(EdgeKernel):
         return Rows(*words), most
 
     @cute.jit
-    def softmax(self, env: Env, item: Item, rows: Rows, s: cute.Tensor) -> tuple[Float32, Float32]:
+    def softmax(self, env: Env, item: Item, rows: Rows, s: Any) -> tuple[Float32, Float32]:
         """Turn S into P in place and write the LSEs; return the factors of O."""
         seen = (rows.place0 & SEEN, rows.place1 & SEEN)
         if cute.arch.vote_any_sync(cutlass.min(*seen) < BLOCK):
@@ -391,7 +391,7 @@ class MsaPartialSm90(EdgeKernel):
         return [4 * n + 2 * r + c for n in range(BLOCK // 8) for c in range(2)]
 
     def exponentials(
-        self, s: cute.Tensor, scale: Float32, best: Float32, r: int, *, keep: bool
+        self, s: Any, scale: Float32, best: Float32, r: int, *, keep: bool
     ) -> tuple[Float32, Float32]:
         """Return a row's LSE of scale * s and its sum of exponentials; keep these in place of s."""
         m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
@@ -406,7 +406,7 @@ class MsaPartialSm90(EdgeKernel):
             total = total + cute.arch.shuffle_sync_bfly(total, offset)
         return (m_log2 + ptx.log2(total)) * math.log(2.0), total
 
-    def pack(self, s: cute.Tensor, p: cute.Tensor) -> None:
+    def pack(self, s: Any, p: Any) -> None:
         """Round P to the operand of the next MMA: both hold a row in the same order."""
         words = cute.recast_tensor(p, Int32)
         for i in range(cute.size(words)):
@@ -444,15 +444,15 @@ class MsaPartialSm90(EdgeKernel):
         source = env.smem + first * SWIZZLE_BYTES + thread * 16
         target = env.smem + place.offset + thread * 16
         for half in range_constexpr(2):
-            words = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
-            words = [word & kept for word in words]
+            rows = ptx.smem_load_v4(source, SCHEDULE.smem_offset("v") + half * HALF_BYTES)
+            words = [word & kept for word in rows]
             ptx.smem_store_v4(target, SCHEDULE.smem_offset("q") + half * HALF_BYTES, words)
         cute.arch.fence_view_async_shared()
         self.meet()
 
     @cute.jit
     def finish(
-        self, env: Env, place: Place, o: cute.Tensor, factors: tuple[Float32, Float32]
+        self, env: Env, place: Place, o: Any, factors: tuple[Float32, Float32]
     ) -> None:
         """O divided by the sum, rounded, to Q's place."""
         lane = cute.arch.lane_idx()
