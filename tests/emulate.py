@@ -1,6 +1,6 @@
 """Run the case lists on the emulator, strictly and with its race detector, and keep what ran.
 
-    python tests/emulate.py [kernel] [--schedules 2]
+    python tests/emulate.py [kernel] [--schedules 2] [--processes 1]
 
 tests/emulated.jsonl has one line for each kernel or module whose cases all passed, with the digest
 of what they ran. The kernels' own tests replay a sample of the same cases.
@@ -10,22 +10,28 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import device_cases
 import emulation
+import packing_cases
 import test_block_topk
 import test_csr_device
 import test_msa_k1_sm90
 import test_msa_k1_sm100
 import test_msa_k2
 import test_msa_scores_sm90
+import test_packing
 import test_schedule_device
 import test_vsa_sm90
 import test_vsa_sm100
@@ -37,6 +43,7 @@ from sparse_atten.csr import device as csr
 from sparse_atten.csr.build import csr_of
 from sparse_atten.cute_kernels import msa_k1_sm90
 from sparse_atten.cute_kernels.common.nvrtc import Program
+from sparse_atten.packing import plan as packing
 from sparse_atten.scheduler import device as scheduler
 from sparse_atten.topk import plan as topk
 
@@ -111,10 +118,22 @@ def _topk_case(case: dict, schedule: Schedule) -> None:
     test_block_topk.assert_same(found, test_block_topk.expected(case))
 
 
+def _packing_cases() -> Iterable[tuple[str, Callable[[Schedule], None]]]:
+    for name, case in packing_cases.CASES.items():
+        yield f"pack {name}", partial(test_packing.check_packed, case)
+        yield f"unpack {name}", partial(test_packing.check_unpacked, case)
+    for name, kind, is_float in itertools.product(
+        test_packing.GATED, packing_cases.GATES, (False, True)
+    ):
+        check = partial(test_packing.check_gated, packing_cases.CASES[name], kind)
+        yield f"unpack {name}, gate {kind} {is_float}", partial(check, is_float=is_float)
+
+
 def _each(run: Callable[[Any, Schedule], None], cases: Iterable[tuple[str, Any]]) -> dict:
     return {name: lambda schedule, case=case: run(case, schedule) for name, case in cases}
 
 
+@cache
 def suites() -> dict[str, Suite]:
     """Return the suites by kernel."""
     return {
@@ -135,7 +154,7 @@ def suites() -> dict[str, Suite]:
         "msa_k1_sm100": Suite(
             _each(
                 lambda case, schedule: test_msa_k1_sm100.check(case, [dict(schedule)]),
-                ((name, case) for name, case in test_msa_k1_sm100.QUICK.items()),
+                ((case.name, case) for case in test_msa_k1_sm100.CASES),
             ),
             _of_subject("msa_k1_sm100"),
         ),
@@ -168,6 +187,11 @@ def suites() -> dict[str, Suite]:
             _of_source(scheduler.program(False)),
             is_program=True,
         ),
+        "packing": Suite(
+            dict(_packing_cases()),
+            _of_source(*(packing.program(config) for config in packing.CONFIGS)),
+            is_program=True,
+        ),
         "topk": Suite(
             _each(_topk_case, test_block_topk.CASES.items()),
             _of_source(*(topk.program(config) for config in topk.CONFIGS)),
@@ -182,16 +206,17 @@ def read() -> dict[str, dict[str, Any]]:
     return {entry["kernel"]: entry for entry in map(json.loads, lines)}
 
 
-def emulate(kernel: str, count: int) -> dict[str, Any]:
+def emulate(kernel: str, count: int, processes: int) -> dict[str, Any]:
     """Run all cases of a kernel under `count` schedules; returns the line of the table."""
     from rich.progress import track
 
     suite = suites()[kernel]
     schedules = suite.schedules(count)
+    runs = [(kernel, name, schedule) for name in suite.cases for schedule in schedules]
     start = time.monotonic()
-    for name in track(suite.cases, kernel):
-        for schedule in schedules:
-            _run(suite, name, schedule)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for _ in track(pool.map(_run, *zip(*runs, strict=True)), kernel, total=len(runs)):
+            pass
     return {
         "kernel": kernel,
         "cases": len(suite.cases),
@@ -203,9 +228,9 @@ def emulate(kernel: str, count: int) -> dict[str, Any]:
     }
 
 
-def _run(suite: Suite, name: str, schedule: Schedule) -> None:
+def _run(kernel: str, name: str, schedule: Schedule) -> None:
     try:
-        suite.cases[name](schedule)
+        suites()[kernel].cases[name](schedule)
     except Exception as error:
         raise RuntimeError(f"case {name!r} fails in schedule {schedule}") from error
 
@@ -215,10 +240,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("kernel", nargs="?", default="", choices=("", *suites()))
     parser.add_argument("--schedules", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     for kernel in suites():
         if options.kernel in ("", kernel):
-            entry = emulate(kernel, options.schedules)
+            entry = emulate(kernel, options.schedules, options.processes)
             table = {**read(), kernel: entry}  # others may have written meanwhile
             TABLE.write_text("".join(json.dumps(table[name]) + "\n" for name in sorted(table)))
 

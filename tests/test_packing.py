@@ -88,13 +88,16 @@ def ptx_of(config):
     return PTX[config]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_emulated_pack_equals_torch(name):
-    case = CASES[name]
+def check_packed(case, schedule):
     layout, x = layout_of(case), tensor_of(case)
-    with emulated(SCHEDULES[len(name) % len(SCHEDULES)]):
+    with emulated(schedule):
         found = pack_and_pool([x], tiles_of(layout), row_dim=ROW_DIM[case.layout], num_pooled=1)
     check_pack(case, x, layout, found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_pack_equals_torch(name):
+    check_packed(CASES[name], SCHEDULES[len(name) % len(SCHEDULES)])
 
 
 @pytest.mark.parametrize("name", ["mixed", "narrow_bshd", "blocks_of_27", "blocks_of_256"])
@@ -138,26 +141,34 @@ def test_emulated_non_finite_tokens_stay_in_their_blocks():
     assert (packed[:, :, layout.pack_map < 0] == 0).all()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_emulated_unpack_equals_torch(name):
-    case = CASES[name]
+def check_unpacked(case, schedule):
     layout = layout_of(case)
     packed = poisoned_slots(case, layout)
-    with emulated(SCHEDULES[len(name) % len(SCHEDULES)]):
+    with emulated(schedule):
         found = unpack(packed, tiles_of(layout), row_dim=ROW_DIM[case.layout])
     assert found.is_contiguous()
     assert_bits(found, layout.unpack(packed, tensor_layout=case.layout))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_unpack_equals_torch(name):
+    check_unpacked(CASES[name], SCHEDULES[len(name) % len(SCHEDULES)])
+
+
+GATED = ("mixed", "narrow_bshd", "blocks_of_8", "blocks_of_65")
+
+
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("is_float", [False, True])
-@pytest.mark.parametrize("name", ["mixed", "narrow_bshd", "blocks_of_8", "blocks_of_65"])
+@pytest.mark.parametrize("name", GATED)
 def test_emulated_gated_unpack_has_the_bits_of_torch(name, kind, is_float):
-    case = CASES[name]
+    check_gated(CASES[name], kind, SCHEDULES[len(kind) % len(SCHEDULES)], is_float=is_float)
+
+
+def check_gated(case, kind, schedule, *, is_float):
     layout = layout_of(case)
     packed, coarse = poisoned_slots(case, layout), coarse_of(case, layout)
     gate = gate_of(case, kind, FP32 if is_float else case.dtype, layout)
-    schedule = SCHEDULES[len(kind) % len(SCHEDULES)]
     with emulated(schedule) as launched:
         found = unpack(packed, tiles_of(layout), row_dim=ROW_DIM[case.layout], gated=(gate, coarse))
     assert len(launched) == 1

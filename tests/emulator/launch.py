@@ -73,12 +73,12 @@ class Result:
         return rows
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4)  # a large kernel takes hundreds of MB, and every mutant is one
 def _module(ptx: str) -> Module:
     return parse(ptx)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4)
 def program_of(ptx: str, kernel: str | None = None) -> Program:
     """Return a kernel of a text, ready to run; its name may be left out where there is one.
 
