@@ -64,6 +64,7 @@ from sparse_atten.cute_kernels.common.schedule import (
     Region,
     Role,
     Schedule,
+    lanes,
     once,
     warps,
 )
@@ -93,7 +94,7 @@ SCHEDULE = Schedule(
     ),
     barriers=(
         Barrier("q_full", 1, once("load"), CONSUMERS, "a segment and its Q are there"),
-        Barrier("q_empty", 1, warps(*CONSUMERS), ("load",), "both are in registers"),
+        Barrier("q_empty", 1, lanes(*CONSUMERS), ("load",), "both are in registers"),
         Barrier("k_full", K_SLOTS, once("load"), CONSUMERS, "K has landed"),
         Barrier("k_empty", K_SLOTS, warps(*CONSUMERS), ("load",), "the slot's MMAs are done"),
     ),
@@ -462,7 +463,7 @@ class BlockScoresSm90(PersistentKernel):
         while segment.rounds != 0:
             for half in range_constexpr(2):
                 self.read_query(env, group, half, q[half])
-            self.release(env, "q_empty")
+            self.arrive(env, "q_empty")  # every lane: each has read the segment too
             ring = self.run(env, group, (q, s), segment, ring)
             phase ^= 1
             segment = self.take_segment(env, phase)
@@ -510,7 +511,7 @@ class BlockScoresSm90(PersistentKernel):
         row0 = self.store_maxima(env, s0, keys, row0)
         cute.arch.sync_warp()
         warpgroup.wait_group(0)
-        self.release(env, "k_empty", ring.slot)
+        self.release(env, ring)
         ring = tiles.advance(ring, K_SLOTS)
         left = segment.rounds
         while left > 1:
@@ -524,7 +525,7 @@ class BlockScoresSm90(PersistentKernel):
             row0 = self.store_maxima(env, s0, keys, row0)
             cute.arch.sync_warp()
             warpgroup.wait_group(0)
-            self.release(env, "k_empty", ring.slot)
+            self.release(env, ring)
             ring = tiles.advance(ring, K_SLOTS)
             left -= 1
         self.store_maxima(env, s1, keys, row1)
@@ -550,11 +551,11 @@ class BlockScoresSm90(PersistentKernel):
         """Read how many keys there are in a slot."""
         return ptx.smem_load(env.smem + ring.slot, SCHEDULE.smem_offset("keys"), Int32)
 
-    def release(self, env: Env, name: str, offset: Int32 | None = None) -> None:
-        """Give a slot back; whichever lane does it, all have read it."""
+    def release(self, env: Env, ring: Ring) -> None:
+        """Give a slot of K back; whichever lane does it, all have read it."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.arrive(env, name, 0, offset)
+            self.arrive(env, "k_empty", 0, ring.slot)
 
     def issue(self, env: Env, q: Any, ring: Ring, s: Any) -> None:
         """Start S = Q K^T as one group."""

@@ -60,6 +60,12 @@ def test_numbers(case: Case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.name)
+def test_numbers_of_all_cases(case: Case):
+    check(case, emulation.sample(), run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", QUICK_OWN.values(), ids=QUICK_OWN)
 def test_numbers_in_every_schedule(case: Case):
     check(case, emulation.schedules(), run)
 

@@ -209,8 +209,14 @@ def test_numbers(case: Case):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_numbers_in_every_schedule(case: Case, arch: str):
-    emulated(case, arch, emulation.schedules())
+def test_numbers_of_all_cases(case: Case, arch: str):
+    emulated(case, arch, emulation.sample())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in QUICK], ids=lambda case: case.name)
+def test_numbers_in_every_schedule(case: Case):
+    emulated(case, "sm_90a", emulation.schedules())
 
 
 @pytest.mark.slow

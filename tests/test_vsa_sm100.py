@@ -495,5 +495,11 @@ def test_work_for_a_tile():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_numbers_of_all_cases(case: Case):
+    check(case, emulation.sample())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in QUICK], ids=lambda case: case.name)
 def test_numbers_in_every_schedule(case: Case):
     check(case, emulation.schedules())

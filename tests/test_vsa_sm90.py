@@ -93,6 +93,12 @@ def test_numbers(case: Case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.name)
+def test_numbers_of_all_cases(case: Case):
+    check(case, emulation.sample())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in OWN if c.name in QUICK], ids=lambda case: case.name)
 def test_numbers_in_every_schedule(case: Case):
     check(case, emulation.schedules())
 
