@@ -148,14 +148,15 @@ def video_table(rows: list[Row]) -> list[str]:
 
 
 def msa_table(rows: list[Row]) -> list[str]:
-    """One line for each length: the whole call, its stages, rates, memory, and the rivals."""
+    """One line for each length: the whole call, its stages, rates, memory, rivals with rows."""
     cases: dict[str, dict[str, Row]] = {}
     for (case, backend), row in latest(rows).items():
         cases.setdefault(case, {})[backend] = row
     if not cases:
         return ["Not measured yet: `python -m perf msa --out perf/results/msa.jsonl`."]
     stages = ("scores", "top-k", "CSR + schedule", "K1", "K2", msa.KERNELS, msa.ATTENTION)
-    rivals = [rival.name for rival in MSA_RIVALS]
+    named = {backend for found in cases.values() for backend in found}
+    rivals = [rival.name for rival in MSA_RIVALS if rival.name in named]
     columns = ["heads x tokens, blocks", "whole call", *stages, "workspace", *rivals]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case, found in cases.items():
