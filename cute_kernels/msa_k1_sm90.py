@@ -16,7 +16,7 @@ Grid. CTAs stride over the work items. K and V of an item are loaded once, those
 while the last tiles are in work. The scheduler warp alone decides what is dropped.
 
 Tiles. 64 / G query tokens of the row times the G heads of the group are the 64 rows of a tile. Tile
-n, counted over all items of the CTA, belongs to warpgroup n % 3 and has stage n % 8. The load warp
+n, counted over all items of the CTA, belongs to warpgroup n % 3 and has stage n % 9. The load warp
 gathers Q, one TMA box for each token and 64 columns, and publishes for each token where its partial
 goes and how many keys it sees, and for the tile the most that one of them sees.
 
@@ -31,8 +31,8 @@ Overlap. Each warpgroup works off its tiles one step after the other; the tensor
 three of them, so that it has work while two compute softmax and store. Of Q's place in shared
 memory, the tail takes the first rows once QK is done, and O all of them once PV is:
 
-    load     Q(n)                                                       Q(n+8)
-    place    Q(n) ............... tail(n) ....... O(n) ........ (free)  Q(n+8)
+    load     Q(n)                                                       Q(n+9)
+    place    Q(n) ............... tail(n) ....... O(n) ........ (free)  Q(n+9)
     wgmma          QK(n)                  PV(n)
     threads               softmax(n)            O / sum
     store                                              O(n)
@@ -93,7 +93,9 @@ from sparse_atten.cute_kernels.msa_host import host_values, make_maps
 ROWS = 64  # of a tile
 CONSUMERS = ("consumer0", "consumer1", "consumer2")
 READERS = (*CONSUMERS, "store", "load")  # of work items
-STAGES = 8
+# A multiple of the consumers: a stage never changes hands, so that who waits for a fill has seen
+# the one before it, and its parity tells them apart.
+STAGES = 9
 HALF_TILE_BYTES = ROWS * SWIZZLE_BYTES  # 64 columns
 META_SLOTS = meta_slots(ROWS)
 META = "where the tile's partials go, and what its rows see"
@@ -123,7 +125,7 @@ SCHEDULE = Schedule(
     ),
     tmem=(),
     smem=(
-        Region("q", STAGES // 2 * TILE_BYTES),
+        Region("q", STAGES // 2 * TILE_BYTES + HALF_BYTES + HALF_TILE_BYTES),
         Region("k", TILE_BYTES),
         Region("v", TILE_BYTES),
         Region("meta", META_BYTES),
@@ -241,12 +243,12 @@ class MsaPartialSm90(EdgeKernel):
         Two of them lie as the rows of one 128 x 128 tile, so that the halves of a tail lie as far
         apart as those of V.
         """
-        stage = tile & (STAGES - 1)
+        stage = tile % STAGES
         return Place(stage * 8, (stage >> 1) * TILE_BYTES + (stage & 1) * HALF_TILE_BYTES)
 
     def phase_of(self, tile: Int32) -> Int32:
         """Return the parity of the times that a tile's stage was filled before."""
-        return (tile >> (STAGES.bit_length() - 1)) & 1
+        return (tile // STAGES) & 1
 
     def release(self, env: Env, item: Item) -> None:
         """Give the item's slot back. Every lane of a role: each has read it."""

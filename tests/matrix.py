@@ -31,6 +31,8 @@ HEAD = (
 _RUNS = {
     "vsa_sm90": "vsa",
     "packing": "video",
+    "msa_k1_sm90": "msa",
+    "msa_scores_sm90": "msa",
     "msa_k2": "k2",
     "csr": "csr",
     "scheduler": "csr",

@@ -224,10 +224,14 @@ def test_what_no_query_of_a_tile_sees_has_no_effect():
 
 
 def test_no_integer_is_trusted():
+    check_that_no_integer_is_trusted(QUICK["options"], run)
+
+
+def check_that_no_integer_is_trusted(case: Case, run: Any) -> None:
     """Whatever the tables hold, nothing outside the partials is written and the kernel ends."""
     generator = torch.Generator().manual_seed(3)
     for trial in range(4):
-        call = make_call(QUICK["options"])
+        call = make_call(case)
         tables = [call.csr.row_ptr, call.csr.q_indices, call.schedule.split_slot]
         tables += [call.schedule.work_items, call.schedule.num_items, call.selection.page_table]
         tables += [call.selection.cu_seqlens_q, call.selection.seqused_k]
@@ -236,7 +240,7 @@ def test_no_integer_is_trusted():
             noise = torch.randint(-(2**31), 2**31, table.shape, generator=generator)
             noise >>= (0, 20)[trial // 2]
             table.copy_(torch.where(broken, noise, table))
-        width = OPTIONS.width
+        width = case.width
         guarded = [torch.cat([x] * 3) for x in call.partials()]
         run(call, Partials(*(x[width : 2 * width] for x in guarded)))
         for x in guarded:
