@@ -83,9 +83,11 @@ def test_msa_lines_hold_stages_rates_workspace_and_rivals():
     assert lines[2].startswith(
         "| a | 4.000 ms, 321 TF | - | - | - | - | 0.900 ms | - | - | 3.00 GiB"
     )
-    assert lines[2].endswith("| 20.000 ms, 321 TF, 5.00x | - | - | - |")
+    assert lines[0].endswith("| workspace | fa4-dense |")
+    assert lines[2].endswith("| 3.00 GiB | 20.000 ms, 321 TF, 5.00x |")
     lines = tables.msa_table([whole, eager, absent])
-    assert lines[2].endswith("| - | - | missing | 60.000 ms eager, 15.00x |")
+    assert lines[0].endswith("| workspace | flex | flash-msa |")
+    assert lines[2].endswith("| 3.00 GiB | missing | 60.000 ms eager, 15.00x |")
     assert tables.msa_table([])[0].startswith("Not measured yet")
 
 
