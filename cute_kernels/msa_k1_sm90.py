@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ from sparse_atten.cute_kernels.common.edges import (
     meta_slots,
     tail_start,
 )
+from sparse_atten.cute_kernels.common.fragments import columns, over_quad, pack, reciprocal
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
 from sparse_atten.cute_kernels.common.persistent import ITEM_SLOTS, Env
 from sparse_atten.cute_kernels.common.schedule import (
@@ -291,7 +293,7 @@ class MsaPartialSm90(EdgeKernel):
         if tile + len(CONSUMERS) >= item.end:
             self.release_keys(env, "k_empty")
         factors = self.softmax(env, item, rows, s)
-        self.pack(s, p)
+        pack(s, p, self.dtype)
         self.wait(env, "v_full", 0, item.order & 1)
         if most < BLOCK:
             self.copy_tail(env, place, most)
@@ -386,21 +388,16 @@ class MsaPartialSm90(EdgeKernel):
                 s[i] = ptx.mask_from(s[i], i // 4 * 8 + i % 2, seen[i % 4 // 2] - first)
         factors = []
         for r in range_constexpr(2):
-            best = softmax.row_max2([s[i] for i in self.columns(r)])
-            for offset in (1, 2):
-                best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset))
+            best = softmax.row_max2([s[i] for i in columns(r)])
+            best = over_quad(cute.arch.fmax, best)
             lse_t = Float32(0.0)
             if const_expr(self.config.temperature):
                 lse_t, _ = self.exponentials(s, env.tables.scale_t_log2, best, r, keep=False)
             lse, total = self.exponentials(s, env.tables.scale_log2, best, r, keep=True)
-            factors.append(self.reciprocal(total))
+            factors.append(reciprocal(total))
             row = self.first_row() + 8 * r
             self.store_lse(env, item, row, (rows[2 * r], rows[2 * r + 1]), (lse, lse_t))
         return factors[0], factors[1]
-
-    def columns(self, r: int) -> list[int]:
-        """List this thread's elements of its row r of an accumulator."""
-        return [4 * n + 2 * r + c for n in range(BLOCK // 8) for c in range(2)]
 
     def exponentials(
         self, s: Any, scale: Float32, best: Float32, r: int, *, keep: bool
@@ -408,29 +405,13 @@ class MsaPartialSm90(EdgeKernel):
         """Return a row's LSE of scale * s and its sum of exponentials; keep these in place of s."""
         m_log2 = cute.arch.fmax(best * scale, softmax.FLOOR)
         sums = [Float32(0.0), Float32(0.0)]
-        for i in self.columns(r):
+        for i in columns(r):
             value = ptx.exp2(s[i] * scale - m_log2)
             sums[i % 2] = sums[i % 2] + value
             if keep:
                 s[i] = value
-        total = sums[0] + sums[1]
-        for offset in (1, 2):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset)
+        total = over_quad(operator.add, sums[0] + sums[1])
         return (m_log2 + ptx.log2(total)) * math.log(2.0), total
-
-    def pack(self, s: Any, p: Any) -> None:
-        """Round P to the operand of the next MMA: both hold a row in the same order."""
-        words = cute.recast_tensor(p, Int32)
-        for i in range(cute.size(words)):
-            words[i] = ptx.pack(s[2 * i], s[2 * i + 1], self.dtype)
-
-    @cute.jit
-    def reciprocal(self, total: Float32) -> Float32:
-        """Return 1 / total, 0 for 0."""
-        factor = Float32(0.0)
-        if total != 0.0:
-            factor = cute.arch.rcp_approx(total)
-        return factor
 
     @cute.jit
     def store_lse(

@@ -5,19 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sparse_atten.cute_kernels.common.launch import View
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD_DIM = 128
 _MAX_ROWS = 2**31 - 1 - 2**24  # a row index of 32 bits, with room for the steps of a grid
-
-
-@dataclass(frozen=True)
-class View:
-    """A tensor: its address, 0 where there is none, and its strides in elements."""
-
-    address: int
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)

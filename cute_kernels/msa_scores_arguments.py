@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sparse_atten.cute_kernels.common.launch import TensorMap
+from sparse_atten.cute_kernels.common.launch import TensorMap, View
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,14 +18,6 @@ MAX_ROUNDS = (1 << 31) - 1  # query tiles x heads x KV blocks of a launch
 _HALF_ROW = 64  # elements of a 128-byte swizzle row
 _ITEM_BYTES = 2
 _ALIGNED = 8  # elements of 16 bytes
-
-
-@dataclass(frozen=True)
-class View:
-    """A tensor: its address, 0 where there is none, and its strides in elements."""
-
-    address: Any
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ from cutlass.cute.runtime import make_ptr
 from sparse_atten.cute_kernels.common import offline, ptx, tiles
 from sparse_atten.cute_kernels.common.block_list import read_int
 from sparse_atten.cute_kernels.common.edges import clamp, extent
+from sparse_atten.cute_kernels.common.fragments import columns, over_quad
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
 from sparse_atten.cute_kernels.common.persistent import Env, PersistentKernel
 from sparse_atten.cute_kernels.common.schedule import (
@@ -581,10 +582,8 @@ class BlockScoresSm90(PersistentKernel):
                 s[i] = ptx.mask_from(s[i], i // 4 * 8 + i % 2, bounds[i % 4 // 2])
         best = []
         for r in range_constexpr(2):
-            most = self.largest([s[i] for i in range(cute.size(s)) if i % 4 // 2 == r])
-            for offset in (1, 2):
-                most = ptx.max_nan(most, cute.arch.shuffle_sync_bfly(most, offset))
-            best.append(most)
+            most = self.largest([s[i] for i in columns(r)])
+            best.append(over_quad(ptx.max_nan, most))
         value = best[0]
         if (lane & 1) != 0:
             value = best[1]

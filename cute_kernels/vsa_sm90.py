@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ from sparse_atten.cute_kernels.common import (
     work_queue,
 )
 from sparse_atten.cute_kernels.common.block_list import KEYS, Row, Tables
+from sparse_atten.cute_kernels.common.fragments import columns, over_quad, pack, reciprocal
 from sparse_atten.cute_kernels.common.launch import LaunchPlan
 from sparse_atten.cute_kernels.common.persistent import Env, Stream
 from sparse_atten.cute_kernels.common.schedule import (
@@ -380,7 +382,7 @@ class VsaForwardSm90(QueueKernel):
         pair, _, _ = self.maxima(env, fragments, stream.word, Pair.start())
         pair = self.exponentials(env, fragments, pair, 0)
         pair = self.exponentials(env, fragments, pair, 1)
-        self.pack(fragments)
+        pack(fragments.s, fragments.p, self.dtype)
         following = self.follow(env, stream)
         while (following.word & KEYS) != 0:
             if stream.word < 0:
@@ -404,7 +406,7 @@ class VsaForwardSm90(QueueKernel):
             self.release(env, v_ring)
             pair = self.exponentials(env, fragments, pair, 1)
             ring = tiles.advance(v_ring, KV_SLOTS)
-            self.pack(fragments)
+            pack(fragments.s, fragments.p, self.dtype)
             if stream.word < 0:
                 self.finish(env, group, fragments, stream, done)
                 o.fill(0.0)
@@ -422,11 +424,10 @@ class VsaForwardSm90(QueueKernel):
     @cute.jit
     def take(self, env: Env, stream: Stream) -> Stream:
         """Wait for the next round word; the lane that later frees slots reads it for all."""
-        slot = stream.cursor & (8 * persistent.ROUND_SLOTS - 1)
-        self.wait(env, "rounds_full", 0, (stream.cursor >> 6) & 1, slot)
+        place = self.await_word(env, 0, stream)
         word = Int32(0)
         if cute.arch.lane_idx() == 0:
-            word = ptx.smem_load(env.smem + slot, SCHEDULE.smem_offset("rounds"), Int32)
+            word = ptx.smem_load(*place, Int32)
         word = cute.arch.shuffle_sync(word, 0)
         return stream._replace(word=word, cursor=stream.cursor + 8)
 
@@ -499,24 +500,19 @@ class VsaForwardSm90(QueueKernel):
                 s[i] = ptx.mask_below(s[i], i // 4 * 8 + i % 2, lead)
         m, alphas = [], []
         for r in range_constexpr(2):
-            best = softmax.row_max2([s[i] for i in self.columns(r)])
-            for offset in (1, 2):
-                best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset))
+            best = softmax.row_max2([s[i] for i in columns(r)])
+            best = over_quad(cute.arch.fmax, best)
             new_m, alpha = self.grow(pair[r], best * env.tables.scale_log2)
             alphas.append(alpha)
             m.append(new_m)
         grown = Pair(m[0], m[1], pair.l0 * alphas[0], pair.l1 * alphas[1])
         return grown, alphas[0], alphas[1]
 
-    def columns(self, r: int) -> list[int]:
-        """List this thread's elements of its row r of an accumulator."""
-        return [4 * n + 2 * r + c for n in range(TILE // 8) for c in range(2)]
-
     def exponentials(self, env: Env, fragments: Fragments, pair: Pair, r: int) -> Pair:
         """Turn a row of S into P in place, and add to its sum."""
         s = fragments.s
         total = [pair[2 + r], Float32(0.0)]
-        for i in self.columns(r):
+        for i in columns(r):
             x = s[i] * env.tables.scale_log2 - pair[r]
             value = ptx.exp2(x)
             s[i] = value
@@ -533,13 +529,6 @@ class VsaForwardSm90(QueueKernel):
             new_m = m
         return new_m, alpha
 
-    def pack(self, fragments: Fragments) -> None:
-        """Round P to the operand of the next MMA: both hold a row in the same order."""
-        s, p = fragments.s, fragments.p
-        words = cute.recast_tensor(p, Int32)
-        for i in range(cute.size(words)):
-            words[i] = ptx.pack(s[2 * i], s[2 * i + 1], self.dtype)
-
     def rescale(self, o: cute.Tensor, alpha0: Float32, alpha1: Float32) -> None:
         """Multiply the two rows of O by their factors."""
         for i in range(cute.size(o)):
@@ -555,11 +544,9 @@ class VsaForwardSm90(QueueKernel):
         first = self.first_row(group)
         totals, factors, keeps = [], [], []
         for r in range_constexpr(2):
-            total = pair[2 + r]
-            for offset in (1, 2):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset)
+            total = over_quad(operator.add, pair[2 + r])
             totals.append(total)
-            factors.append(self.reciprocal(total))
+            factors.append(reciprocal(total))
             kept = Int32(1)
             if const_expr(self.config.q_sizes):
                 kept = Int32(first + 8 * r < block_list.q_size(env.tables, item.q_block))
@@ -577,14 +564,6 @@ class VsaForwardSm90(QueueKernel):
         if const_expr(self.config.return_lse):
             for r in range_constexpr(2):
                 self.store_lse(env, item, first + 8 * r, pair[r], totals[r])
-
-    @cute.jit
-    def reciprocal(self, total: Float32) -> Float32:
-        """Return 1 / total, 0 for 0."""
-        factor = Float32(0.0)
-        if total != 0.0:
-            factor = cute.arch.rcp_approx(total)
-        return factor
 
     def first_row(self, group: Int32) -> Int32:
         """Return the first of this thread's two rows of the tile; the other is 8 below."""

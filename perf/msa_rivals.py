@@ -13,11 +13,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from perf.msa_layer import BLOCK, HEAD_DIM, Layer
-from perf.rivals import UnsupportedError, expect_parameters, no_triton, not_installed
+from perf.rivals import (
+    SDPA_BACKENDS,
+    UnsupportedError,
+    expect_parameters,
+    no_triton,
+    not_installed,
+)
 
 FLEX_TOKENS = 32768  # a block of queries chooses nearly all blocks: it takes longer than dense
 
@@ -78,12 +84,11 @@ class SdpaCausal:
 
     def prepare(self, layer: Layer, lists: Tensor) -> Candidate:
         """Nothing to prepare."""
-        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
         q, k, v = heads_first(layer)
         gqa = layer.group > 1
 
         def call() -> Tensor:
-            with sdpa_kernel(backends, set_priority=True):
+            with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
                 out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
             return out[0].transpose(0, 1)
 

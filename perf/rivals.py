@@ -27,6 +27,7 @@ from sparse_atten import BlockSelection, explain, preload, sparse_atten_func
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+SDPA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]  # the first one first
 MASK_BYTES = 1 << 30  # of a mask with an entry for each query and key
 
 
@@ -242,11 +243,10 @@ class Sdpa:
 
     def prepare(self, problem: Problem) -> Attend:
         """Nothing to prepare."""
-        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
         gqa = problem.group > 1
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backends, set_priority=True):
+            with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
                 return scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
 
         return _in_heads_first(problem.selection.layout, attend)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 _ADD = re.compile(r"\s*add\.s32\s+(%r\d+), (%r\d+), (\d+|%r\d+);")
 # Roles whose code is not in the kernel's own file, and parts of them.
-_SHARED_ROLES = ("read_places", "scheduler", "load", "load_keys", "publish_tokens", "load_tokens")
+_SHARED_ROLES = ("scheduler", "load", "load_keys", "publish_tokens", "load_tokens", "read_places")
 _NOISE = re.compile(r"(\.loc\s.*|\.file\s.*)?$")
 
 

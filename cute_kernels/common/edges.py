@@ -8,7 +8,8 @@ The scheduler warp reads rows of the schedule's `work_items` and the load warp e
 CSR. Here alone is decided what is dropped: an item that names no row, an entry whose token or slot
 lies outside the chunk. A block outside its sequence or the pool is one without keys.
 
-Tiles are counted over all items of the CTA: tile n has stage n % 2 and a metadata slot.
+Tiles are counted over all items of the CTA: each has a metadata
+slot, and a stage for its Q: `place_of` and `phase_of`, here two that take turns.
 """
 
 from __future__ import annotations

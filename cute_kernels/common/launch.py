@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sparse_atten.cute_kernels.common.steps import Address
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor: its address, 0 where there is none, and its strides in elements."""
+
+    address: Any  # an int, or the `Address` that each call gives
+    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -167,12 +167,15 @@ class PersistentKernel:
     @cute.jit
     def take_word(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
         """Wait for the next round word of a tile."""
+        word = ptx.smem_load(*self.await_word(env, tile, stream), Int32)
+        return Stream(word, stream.cursor + 8, stream.rounds, stream.rows)
+
+    def await_word(self, env: Env, tile: int, stream: Stream) -> tuple[Int32, int]:
+        """Wait for the next round word of a tile; return where it lies."""
         slot = stream.cursor & (8 * ROUND_SLOTS - 1)
         phase = (stream.cursor >> 6) & 1
         self.wait(env, "rounds_full", tile * ROUND_SLOTS, phase, slot)
-        offset = self.schedule.smem_offset("rounds") + tile * ROUND_SLOTS * 8
-        word = ptx.smem_load(env.smem + slot, offset, Int32)
-        return Stream(word, stream.cursor + 8, stream.rounds, stream.rows)
+        return env.smem + slot, self.schedule.smem_offset("rounds") + tile * ROUND_SLOTS * 8
 
     @cute.jit
     def end_round(self, env: Env, tile: cutlass.Constexpr, stream: Stream) -> Stream:
