@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import full
 import pytest
 
@@ -92,3 +97,24 @@ def test_the_recorder_counts_outcomes(tmp_path, monkeypatch):
         "xpassed": 0,
     }
     assert recorder.reasons["no device"] == 1
+
+
+def test_the_processes_of_a_run_collect_the_same_tests_in_the_same_order():
+    """A set of kernel configurations once gave each process an order of its own: nothing ran."""
+
+    def collected(seed: str) -> list[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            str(Path(__file__).parent),
+        ]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return [line for line in run.stdout.splitlines() if "::" in line]
+
+    first = collected("1")
+    assert len(first) > 2000
+    assert first == collected("2")
