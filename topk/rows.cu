@@ -13,7 +13,6 @@ typedef long long int64;
 typedef unsigned long long uint64;
 
 constexpr unsigned kNever = 0u, kLocal = 0xFFFFFFFEu, kForced = 0xFFFFFFFFu, kAll = 0xFFFFFFFFu;
-constexpr unsigned kSign = 0x80000000u;
 constexpr int kKeep = -1;  // the budget of a kept span
 constexpr int kMaxSpans = 32;
 

@@ -5,6 +5,7 @@
 //
 // Constants: COLUMNS; FORCED, REGIONS (at most one of them); GROUP, ITEMS, THREADS.
 
+constexpr unsigned kSign = 0x80000000u;
 constexpr float kBase = 8388608.0f;  // 2^23: from here to 2^24 floats are the whole numbers
 constexpr int kThreads = THREADS;
 constexpr int kResident = COLUMNS && REGIONS ? 512 : FORCED || REGIONS ? 768 : 1024;  // threads
