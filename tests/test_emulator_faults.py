@@ -6,6 +6,10 @@ stages, tcgen05 MMAs, commits, tensor memory, an epilogue through shared memory 
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import platform
+
 import emulator
 import pytest
 import torch
@@ -129,6 +133,7 @@ ret;
 }}
 """
 COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64"
+MEMORIES = {"SharedMemory", "CellShadow", "GlobalShadow", "TensorMemory"}
 LATE = {"async_delay": emulator.LATE}
 # Name: what is replaced, by what, the kinds of report, and options of the run.
 FAULTS = {
@@ -373,6 +378,53 @@ def test_atomics_do_not_race_and_fences_publish():
             launch(text, [count, data], block=64, races=True)
         else:
             expect("race", text, [count, data], block=64)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="maps memory below 4 GiB as x86-64 can")
+def test_an_atomic_in_global_memory_orders_ctas_wherever_it_lies():
+    """A heap below 4 GiB was once taken for shared memory: each CTA had an atomic of its own."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    reads_writes, private_anonymous_32bit = 0x3, 0x62
+    low = libc.mmap(None, 4096, reads_writes, private_anonymous_32bit, -1, 0)
+    assert 0 < low < 1 << 32
+    memory = torch.frombuffer((ctypes.c_int32 * 2).from_address(low), dtype=torch.int32)
+    body = """mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 0; @%p1 bra OTHER;
+    st.global.u32 [%d0+4], 5; membar.gl; atom.global.add.u32 %r5, [%d0], 1; bra END;
+    OTHER: ld.volatile.global.u32 %r6, [%d0]; setp.eq.u32 %p3, %r6, 0; @%p3 bra OTHER;
+    membar.gl; ld.global.u32 %r7, [%d0+4];
+    END: """
+    for text in (kernel(body, 1), kernel(body.replace(".global", ""), 1)):
+        memory.zero_()
+        emulator.launch(text, "k", 2, 32, 0, [memory], tensors=[memory], races=True)
+        assert memory.tolist() == [32, 5]
+
+
+def test_a_pair_of_ctas_allocates_tensor_memory_together():
+    """FlashAttention-4's MMAs for a pair of CTAs once came before the second one's allocation."""
+    allocate = "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], %r2;"
+    meet = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+    body = f"""mov.u32 %r1, smem; mov.u32 %r2, 32; mov.u32 %r3, %ctaid.x; setp.ne.u32 %p1, %r3, 0;
+    @%p1 bra ODD; {{first}} {{second}} bra FREE; ODD: {meet} {allocate}
+    FREE: ld.shared.u32 %r4, [%r1]; tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r4, %r2;"""
+    together = kernel(body.format(first=meet, second=allocate), 0)
+    late = kernel(body.format(first=allocate, second=meet), 0)
+    emulator.launch(together, "k", 2, 32, 0, [], cluster=(2, 1, 1))
+    with pytest.raises(emulator.EmulatorError, match=r"the peer's tcgen05\.alloc") as error:
+        emulator.launch(late, "k", 2, 32, 0, [], cluster=(2, 1, 1))
+    assert error.value.kind == "deadlock"
+
+
+def test_a_launch_keeps_no_memory():
+    """The memories of a launch once lived until the collector's next full run: 15 GB of them."""
+    text = kernel("mov.u32 %r1, smem; st.shared.u32 [%r1], %r0;", 0)
+    gc.collect()
+    known = {id(x) for x in gc.get_objects()}
+    launch(text, [], races=True)
+    with pytest.raises(emulator.EmulatorError):
+        launch(text.replace("[%r1]", "[%r1+8192]"), [], races=True)
+    kept = [x for x in gc.get_objects() if type(x).__name__ in MEMORIES and id(x) not in known]
+    assert kept == []
 
 
 LAG = """mov.u32 %r1, smem; setp.ne.u32 %p1, %r0, 0; @!%p1 mbarrier.init.shared.b64 [%r1], 1;

@@ -49,6 +49,10 @@ class Cta:
             group.start(self, first)
             self.groups.append(group)
 
+    def drop(self) -> None:
+        """Drop the memories of a CTA that runs no more."""
+        self.shared = self.tmem = None
+
     def live_warps(self) -> int:
         """Count the warps that have not exited."""
         return sum(g.live_warps for g in self.groups)

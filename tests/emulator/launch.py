@@ -170,11 +170,12 @@ def launch(
     try:
         with np.errstate(all="ignore"):
             machine.run()
+        for tensor in outputs:
+            _check_written(memory, tensor)
     finally:
+        machine.drop()
         if collects:
             gc.enable()
-    for tensor in outputs:
-        _check_written(memory, tensor)
     return Result(
         program.kernel.name,
         machine.executed,

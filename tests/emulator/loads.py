@@ -60,7 +60,7 @@ def load(c: Link, m, d: Operand, source: Operand) -> Step:
         for i, out in enumerate(outs):
             out[slice(None) if lanes is None else lanes] = values[:, i]
         if sem is not None:
-            group.machine.acquire(group, lanes, where, sem)
+            group.machine.acquire(access, lanes, where, sem)
 
     return run
 
@@ -135,7 +135,7 @@ def store(c: Link, m, target: Operand, a: Operand) -> Step:
         for i, row in enumerate(rows):
             values[:, i] = row if lanes is None else row[lanes]
         if sem is not None:
-            group.machine.release(group, lanes, where, sem)
+            group.machine.release(access, lanes, where, sem)
         access.store(where, lanes, values)
 
     return run
@@ -194,7 +194,7 @@ def compare_and_swap(
         for i in range(len(lanes)):
             one = slice(i, i + 1)
             wanted = want[lanes[one]]
-            group.machine.synchronise(group, lanes[one], where[one], m["sem"])
+            group.machine.synchronise(access, lanes[one], where[one], m["sem"])
             out[lanes[one]] = access.update(
                 where[one],
                 lanes[one],
@@ -214,7 +214,7 @@ def _update(c: Link, m, target: Operand, value, out, change) -> Step:
         if lanes is not None and not len(lanes):
             return
         where = address() if lanes is None else address()[lanes]
-        group.machine.synchronise(group, lanes, where, sem)
+        group.machine.synchronise(access, lanes, where, sem)
         old = access.update(where, lanes, value if lanes is None else value[lanes], change)
         if out is not None:
             out[slice(None) if lanes is None else lanes] = old

@@ -20,6 +20,7 @@ from emulator.traffic import Traffic
 if TYPE_CHECKING:
     from emulator.group import Group
     from emulator.program import Program
+    from emulator.spaces import Access
 
 _PEEKS = 3  # how often a try_wait may fail before a standstill is a deadlock
 
@@ -108,20 +109,20 @@ class Machine:
         if self.races is not None:
             self.races.fence(group, warps)
 
-    def synchronise(self, group: Group, lanes: Any, where: np.ndarray, sem: str | None) -> None:
+    def synchronise(self, access: Access, lanes: Any, where: np.ndarray, sem: str | None) -> None:
         """Order an atomic's address with the thread."""
         if self.races is not None:
-            self.races.atomic(group, lanes, where, sem)
+            self.races.atomic(access, lanes, where, sem)
 
-    def acquire(self, group: Group, lanes: Any, where: np.ndarray, sem: str) -> None:
+    def acquire(self, access: Access, lanes: Any, where: np.ndarray, sem: str) -> None:
         """Order a strong load with the thread."""
         if self.races is not None:
-            self.races.atomic(group, lanes, where, sem, stores=False)
+            self.races.atomic(access, lanes, where, sem, stores=False)
 
-    def release(self, group: Group, lanes: Any, where: np.ndarray, sem: str) -> None:
+    def release(self, access: Access, lanes: Any, where: np.ndarray, sem: str) -> None:
         """Order a strong store with the thread."""
         if self.races is not None:
-            self.races.atomic(group, lanes, where, sem, loads=False)
+            self.races.atomic(access, lanes, where, sem, loads=False)
 
     # ---- running
 
@@ -205,7 +206,16 @@ class Machine:
                 self.races.forget(cluster)
             for cta in cluster.ctas:
                 self._close(cta)
+                cta.drop()
             self.clusters.remove(cluster)
+
+    def drop(self) -> None:
+        """Drop all memories: cycles would keep them until the collector's next full run."""
+        for segment in self.memory.segments:
+            segment.shadow = segment.written = None
+        for cluster in self.clusters:
+            for cta in cluster.ctas:
+                cta.drop()
 
     def _close(self, cta: Cta) -> None:
         if cta.tmem is not None:

@@ -24,7 +24,13 @@ SHARED_BASE = 1 << 60
 LOCAL_BASE = 1 << 61
 PARAMETER_BASE = 1 << 62
 _KNOWN: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_WINDOWS = (("param", PARAMETER_BASE), ("local", LOCAL_BASE), ("shared::cluster", SHARED_BASE))
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def window_of(address: int) -> tuple[str, int]:
+    """Return the state space that a generic address points to, and where it begins."""
+    return next((window for window in _WINDOWS if address >= window[1]), ("global", 0))
 
 
 @dataclass(eq=False)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from emulator.memory import window_of
 from emulator.operands import SIZES
 from emulator.shadow import CellShadow, GlobalShadow, TensorShadow
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from emulator.cta import Cluster, Cta
     from emulator.group import Group
     from emulator.memory import Segment
+    from emulator.spaces import Access
 
 SEEN, PROXY, TENSOR, SENT, GOT, PUBLIC, PENDING = range(7)
 PLANES = 7
@@ -263,7 +265,7 @@ class Races:
 
     def atomic(
         self,
-        group: Group,
+        access: Access,
         lanes: Any,
         where: np.ndarray,
         sem: str | None,
@@ -272,19 +274,22 @@ class Races:
         stores: bool = True,
     ) -> None:
         """Order the warps with the addresses of an atomic, a strong load or a strong store."""
+        group = access.group
         domain = self.domain(group.cta)
         actors = domain.lanes(group)
         actors = actors if lanes is None else actors[lanes]
         for actor in np.unique(actors).tolist():
             for address in np.unique(where[actors == actor]).tolist():
-                holder = self.addresses.setdefault(self._key(group, address), Holder())
+                holder = self.addresses.setdefault(self._key(access, address), Holder())
                 if loads:
                     self._receive(domain, actor, holder, sem or "relaxed")
                 if stores:
                     self._send(domain, actor, holder, sem or "relaxed")
 
-    def _key(self, group: Group, address: int) -> tuple:
-        return (id(group.cta) if address < 1 << 32 else 0, address)
+    def _key(self, access: Access, address: int) -> tuple:
+        space, base = window_of(address) if access.space == "generic" else (access.space, 0)
+        owner = id(access.group.cta.cluster) if space.startswith("shared") else 0
+        return owner, address - base
 
     def _receive(self, domain: Domain, actor: int, holder: Holder, sem: str) -> None:
         plane = SEEN if sem in ("acquire", "acq_rel") else PENDING

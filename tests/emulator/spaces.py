@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from emulator.errors import EmulatorError
-from emulator.memory import LOCAL_BASE, PARAMETER_BASE, SHARED_BASE, UNITS, Segment
+from emulator.memory import LOCAL_BASE, PARAMETER_BASE, UNITS, Segment, window_of
 from emulator.shared import OFFSET_MASK, RANK_SHIFT, SharedMemory
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class Access:
         space = self.space
         if space == "generic":
             first = int(addresses[0])
-            space, base = _window(first)
-            if any(_window(int(a))[0] != space for a in (addresses.min(), addresses.max())):
+            space, base = window_of(first)
+            if any(window_of(int(a))[0] != space for a in (addresses.min(), addresses.max())):
                 raise EmulatorError("out of bounds", "the lanes' addresses mix state spaces")
             if base and space != "local":
                 addresses = addresses - np.uint64(base)
@@ -139,17 +139,6 @@ class Access:
         for rank in np.unique(ranks).tolist():
             rows = np.flatnonzero(ranks == rank)
             yield cta.cluster.shared(rank, cta, self.space), rows, offsets[rows]
-
-
-def _window(address: int) -> tuple[str, int]:
-    for space, base in (
-        ("param", PARAMETER_BASE),
-        ("local", LOCAL_BASE),
-        ("shared::cluster", SHARED_BASE),
-    ):
-        if address >= base:
-            return space, base
-    return "global", 0
 
 
 def _places(offsets: np.ndarray, unit: int, count: int) -> np.ndarray:

@@ -131,9 +131,11 @@ def cluster_arrive(c: Link, m) -> Step:
 @op(r"barrier\.cluster\.wait(?P<sem>\.acquire)?(?P<aligned>\.aligned)?", ends=True, converges=True)
 def cluster_wait(c: Link, m) -> Step:
     """Wait for the cluster."""
-    group, following = c.group, c.instruction.index + 1
+    group, mask, following = c.group, c.mask, c.instruction.index + 1
 
     def run() -> int:
+        if mask is not None and not mask.any():
+            return following
         warps = c.active_warps()
         barrier, generation = group.cta.cluster.barrier, group.cluster_generation
         races = group.machine.races

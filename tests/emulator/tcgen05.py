@@ -35,7 +35,10 @@ def memory_of(group, pair: str | None = None) -> TensorMemory:
     converges=True,
 )
 def allocate(c: Link, m, target: Operand, columns: Operand) -> Step:
-    """Reserve columns and write their address to shared memory; waits while there are none."""
+    """Reserve columns and write their address to shared memory; waits while there are none.
+
+    A pair of CTAs reserves together: the first one waits for its peer.
+    """
     address, count, group = c.address(target), c.scalar(columns, "u32"), c.group
     here = c.instruction.index
     generic = address().dtype == np.uint64
@@ -46,7 +49,7 @@ def allocate(c: Link, m, target: Operand, columns: Operand) -> Step:
         if not len(lanes):
             return here + 1
         memory = memory_of(group, m["g"])
-        start = memory.allocate(count())
+        start = memory.allocate(count()) if memory.unpaired is None else memory.unpaired
         if start is None:
             free = count()
 
@@ -56,6 +59,9 @@ def allocate(c: Link, m, target: Operand, columns: Operand) -> Step:
             return group.block(
                 Wait(ready, lambda: f"{free} columns; allocated are {memory.allocated}"), here
             )
+        memory.unpaired = None if memory.is_paired() else start
+        if memory.unpaired is not None:
+            return group.block(Wait(memory.is_paired, lambda: "the peer's tcgen05.alloc"), here)
         access.store(address()[lanes[:1]], lanes[:1], np.array([[start]], np.uint32))
         return here + 1
 

@@ -24,6 +24,8 @@ class TensorMemory:
         self.allocated: dict[int, int] = {}  # first column -> columns
         self.owned = np.zeros(COLUMNS, bool)
         self.may_allocate = True
+        self.allocations = 0  # so far
+        self.unpaired: int | None = None  # an allocation that the peer has not performed yet
         self.pair: int | None = None  # cta_group of all tcgen05 instructions
         self.shadow: Any = None
 
@@ -39,10 +41,18 @@ class TensorMemory:
             if not self.owned[start : start + columns].any():
                 self.owned[start : start + columns] = True
                 self.allocated[start] = columns
+                self.allocations += 1
                 self.valid[:, start : start + columns] = False
                 self.words[:, start : start + columns] = 0x7FA5A5A5
                 return start
         return None
+
+    def is_paired(self) -> bool:
+        """Say whether the peer CTA has performed as many allocations, or there is none."""
+        if self.pair != 2:
+            return True
+        peer = self.cta.cluster.ctas[self.cta.rank ^ 1].tmem
+        return peer is not None and peer.allocations >= self.allocations
 
     def free(self, address: int, columns: int) -> None:
         """End an allocation."""
