@@ -63,12 +63,18 @@ def store(entry: dict[str, Any]) -> None:
     TABLE.write_text("".join(json.dumps(lines[part]) + "\n" for part in sorted(lines)))
 
 
-def problems(lines: list[dict[str, Any]]) -> list[str]:
-    """Say what a record lacks of a whole run without a failure."""
+def missing(lines: list[dict[str, Any]]) -> list[str]:
+    """Name the parts of a run that are not on record."""
+    if not lines:
+        return ["1/1"]
     count = int(lines[0]["part"].split("/")[1])
     parts = [f"{number}/{count}" for number in range(1, count + 1)]
     found = [line["part"] for line in lines]
-    missing = [f"part {part} was not run" for part in parts if part not in found]
+    return [part for part in parts if part not in found]
+
+
+def problems(lines: list[dict[str, Any]]) -> list[str]:
+    """Say what a record shows besides tests that passed."""
     bad = [
         f"part {line['part']}: {line[outcome]} {outcome}"
         for line in lines
@@ -76,23 +82,23 @@ def problems(lines: list[dict[str, Any]]) -> list[str]:
         if line[outcome]
     ]
     commits = {line["commit"] for line in lines}
-    return missing + bad + [f"commits {sorted(commits)}"] * (len(commits) > 1)
+    return bad + [f"commits {sorted(commits)}"] * (len(commits) > 1)
 
 
 def sentence(lines: list[dict[str, Any]]) -> str:
     """Say what came of a run."""
-    if not lines:
-        return "No result of `make test-full` is on record."
+    if missing(lines):
+        return "No whole run of `make test-full` is on record."
     total = Counter({name: sum(line[name] for line in lines) for name in OUTCOMES})
     reasons: Counter[str] = Counter()
     for line in lines:
         reasons.update(line["reasons"])
     why = "; ".join(f"{count:,}: {reason}" for reason, count in grouped(reasons).most_common())
-    seconds, cores = sum(line["seconds"] for line in lines), lines[0]["cores"]
+    hours = sum(line["seconds"] * line["cores"] for line in lines) / 3600
     return (
         f"`make test-full` at commit {lines[0]['commit'][:7]}: {total['passed']:,} passed, "
         f"{total['failed'] + total['error']:,} failed, {total['xfailed']:,} failed as expected, "
-        f"{total['skipped']:,} were skipped ({why}); {seconds:,} s on {cores} cores, "
+        f"{total['skipped']:,} were skipped ({why}); {hours:.1f} core-hours, "
         f"{lines[0]['compiler']}."
     )
 

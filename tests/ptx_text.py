@@ -14,7 +14,7 @@ from typing import NamedTuple
 _ADD = re.compile(r"\s*add\.s32\s+(%r\d+), (%r\d+), (\d+|%r\d+);")
 # Roles whose code is not in the kernel's own file, and parts of them.
 _SHARED_ROLES = ("scheduler", "load", "load_keys", "publish_tokens", "load_tokens", "read_places")
-_NOISE = re.compile(r"(\.loc\s.*|\.file\s.*)?$")
+_NOISE = re.compile(r"(\.(loc|file|version)\s.*)?$")
 
 
 class Mark(NamedTuple):
@@ -105,7 +105,10 @@ def _function(path: Path, line: int) -> str:
 
 
 def normalised(ptx: str) -> str:
-    """Drop comments, line information and the name of the kernel: what is left is what runs."""
+    """Drop comments, line information, the kernel's name and the version of PTX.
+
+    What is left is what runs: CuTe-DSL's libraries for CUDA 12 and 13 differ in the version alone.
+    """
     entry = re.search(r"\.entry\s+(\w+)", ptx)
     if entry:
         ptx = ptx.replace(entry.group(1), "kernel")

@@ -274,7 +274,7 @@ def assert_same(result: tuple, wanted: tuple) -> None:
 @pytest.mark.parametrize("config", plan.CONFIGS, ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.slow
 def test_every_config_compiles_without_spills(config, capability):
-    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-python")
     compiled = plan.program(config).compile(capability)
     assert "warning" not in compiled.log
     threads = config.threads or (32 * config.group if config.columns else 256)
@@ -282,6 +282,8 @@ def test_every_config_compiles_without_spills(config, capability):
         assert found.registers * threads <= 65536, name
         if found.spill_bytes and capability[0] == 10 and config.items >= 24:
             pytest.xfail(f"24 and 32 blocks a lane spill on sm_10x: {found.spill_bytes} bytes")
+        if found.spill_bytes and nvrtc.nvrtcVersion()[1:] < (13, 5):
+            pytest.xfail(f"NVRTC before 13.5 spills {found.spill_bytes} bytes")
         assert found.spill_bytes == 0, name
 
 

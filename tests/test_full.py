@@ -33,8 +33,8 @@ OTHER = {
 
 def test_the_record_is_of_a_whole_run_without_a_failure():
     lines = full.read()
-    if not lines:
-        pytest.skip("no run is on record: make test-full")
+    if full.missing(lines):
+        pytest.skip("no whole run is on record: make test-full")
     assert full.problems(lines) == []
     assert sum(line["passed"] for line in lines) > 2000
     assert all(sum(line["reasons"].values()) == line["skipped"] for line in lines)
@@ -43,20 +43,26 @@ def test_the_record_is_of_a_whole_run_without_a_failure():
 def test_a_sentence_sums_up_the_parts():
     assert full.sentence([LINE, OTHER]) == (
         "`make test-full` at commit 0123456: 2,400 passed, 0 failed, 4 failed as expected, 6 were "
-        "skipped (5: needs a CUDA device; 1: needs b); 120 s on 8 cores, nvidia-cutlass-dsl 4.8.1."
+        "skipped (5: needs a CUDA device; 1: needs b); 0.3 core-hours, nvidia-cutlass-dsl 4.8.1."
     )
+
+
+def test_a_run_is_whole_when_each_part_is_on_record():
+    assert full.missing([LINE, OTHER]) == []
+    assert full.missing([LINE]) == ["2/2"]
+    assert full.missing([]) == ["1/1"]
+    assert full.sentence([LINE]) == full.sentence([])
 
 
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        ([LINE], "part 2/2 was not run"),
         ([LINE, {**OTHER, "failed": 2}], "part 2/2: 2 failed"),
         ([{**LINE, "xpassed": 1}, OTHER], "part 1/2: 1 xpassed"),
         ([LINE, {**OTHER, "commit": "9"}], "commits ['0123456789', '9']"),
     ],
 )
-def test_what_a_record_lacks_is_named(lines: list, problem: str):
+def test_what_is_wrong_with_a_record_is_named(lines: list, problem: str):
     assert full.problems([LINE, OTHER]) == []
     assert full.problems(lines) == [problem]
 
