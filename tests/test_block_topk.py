@@ -270,6 +270,9 @@ def assert_same(result: tuple, wanted: tuple) -> None:
     assert torch.equal(result[0].cpu(), wanted[0])
 
 
+SPILLS_BEFORE_13_5 = (plan.Config(0, 0, 1, 32, 32, 128), (9, 0), 8)  # seen with NVRTC 13.0
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)], ids=str)
 @pytest.mark.parametrize("config", plan.CONFIGS, ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.slow
@@ -282,8 +285,9 @@ def test_every_config_compiles_without_spills(config, capability):
         assert found.registers * threads <= 65536, name
         if found.spill_bytes and capability[0] == 10 and config.items >= 24:
             pytest.xfail(f"24 and 32 blocks a lane spill on sm_10x: {found.spill_bytes} bytes")
-        if found.spill_bytes and nvrtc.nvrtcVersion()[1:] < (13, 5):
-            pytest.xfail(f"NVRTC before 13.5 spills {found.spill_bytes} bytes")
+        old = nvrtc.nvrtcVersion()[1:] < (13, 5)
+        if old and (config, capability, found.spill_bytes) == SPILLS_BEFORE_13_5:
+            pytest.xfail("the widest rows of regions spill 8 bytes with NVRTC before 13.5")
         assert found.spill_bytes == 0, name
 
 
