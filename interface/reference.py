@@ -69,11 +69,12 @@ Call = tuple[Selection, Options, int]
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """Keep float32 products float32 inside a caller's autocast region."""
     kind = x.device.type
-    return (
-        torch.autocast(kind, enabled=False)
-        if torch.amp.is_autocast_available(kind)
-        else nullcontext()
-    )
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
 
 
 class _Attention(torch.autograd.Function):
