@@ -7,6 +7,7 @@ K1 stands in for K1.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from importlib import import_module
 
@@ -451,3 +452,43 @@ def test_two_devices():
     second = sparse_atten_func(*there, moved, causal=True, backend="sm90")
     assert second.device.index == 1
     assert torch.equal(first.cpu(), second.cpu())
+
+
+@pytest.mark.gpu(9, 0)
+def test_a_million_tokens():
+    """All scores at once would take 128 GiB, all partials 256 GiB."""
+    tokens, heads, kv_heads, dim = 1 << 20, 64, 4, 128
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(heads):
+        x = torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
+        return x.normal_(generator=generator)
+
+    q, k, v, q_idx, k_idx = (draw(n) for n in (heads, kv_heads, kv_heads, kv_heads, 1))
+    offsets = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = minimax_sparse_attention(
+        *(q, k, v, q_idx, k_idx),
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        max_seqlen_q=tokens,
+        max_seqlen_k=tokens,
+        backend="sm90",
+    )
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before - out.nbytes < 5.5 * 2**30
+    for token in (0, 127, 5000, tokens // 2 + 77, tokens - 1):
+        for head in (0, kv_heads - 1):
+            end, local = token + 1, token // 128
+            scores = k_idx[:end, 0].double() @ q_idx[token, head].double()
+            padded = torch.nn.functional.pad(scores, (0, -end % 128), value=-math.inf)
+            best = padded.view(-1, 128).amax(1)
+            best[local] = math.inf
+            chosen = best.topk(min(16, len(best))).indices
+            keys = (128 * chosen[:, None] + torch.arange(128, device="cuda")).flatten()
+            keys = keys[keys < end]
+            row = head * (heads // kv_heads)
+            weights = (k[keys, head].double() @ q[token, row].double() / math.sqrt(dim)).softmax(0)
+            expected = weights @ v[keys, head].double()
+            torch.testing.assert_close(out[token, row].double(), expected, atol=2e-3, rtol=2**-8)
